@@ -1,0 +1,106 @@
+//! The one home for names of metrics, their labels and the values of labels.
+//!
+//! `ferry_<subsystem>_<what>_<unit>[_total]` in base units; never a room, request or pointer as a
+//! label. A test compares every query of the dashboards with what the processes serve.
+
+/// Bytes that a writer has moved; labels component, transport, role.
+pub const TRANSFER_BYTES: &str = "ferry_transfer_bytes_total";
+/// Contiguous ranges that a writer has moved; labels component, transport, role.
+pub const TRANSFER_RANGES: &str = "ferry_transfer_ranges_total";
+/// Component transfers that ended; labels component, transport, role, outcome.
+pub const TRANSFER_OPERATIONS: &str = "ferry_transfer_operations_total";
+/// Seconds from submission to completion of one component transfer; labels component, transport,
+/// role, outcome.
+pub const TRANSFER_SECONDS: &str = "ferry_transfer_seconds";
+/// Failed component transfers; labels component, transport, role, reason.
+pub const TRANSFER_FAILURES: &str = "ferry_transfer_failures_total";
+/// Items beyond the common prefix of a paged component whose index lists differ in length;
+/// label component.
+pub const TRANSFER_TRUNCATED_ITEMS: &str = "ferry_transfer_truncated_items_total";
+/// Rooms now held, by status; labels role, status.
+pub const ROOMS: &str = "ferry_room_current_count";
+/// Rooms that reached an end; labels role, outcome.
+pub const ROOMS_FINISHED: &str = "ferry_room_finished_total";
+/// Seconds from a room's first event to its end; labels role, outcome.
+pub const ROOM_SECONDS: &str = "ferry_room_seconds";
+/// Seconds from a room's opening to the first byte; labels role.
+pub const ROOM_BOOTSTRAP_SECONDS: &str = "ferry_room_bootstrap_seconds";
+/// Messages for rooms that are gone; labels role, kind.
+pub const ROOM_LATE_MESSAGES: &str = "ferry_room_late_messages_total";
+/// Control messages; labels role, kind, direction.
+pub const CONTROL_MESSAGES: &str = "ferry_control_messages_total";
+/// Control messages that were dropped as malformed; labels role, kind.
+pub const CONTROL_MALFORMED: &str = "ferry_control_malformed_total";
+/// Unknown trailing frames that were ignored; label role.
+pub const CONTROL_IGNORED_FRAMES: &str = "ferry_control_ignored_frames_total";
+/// Messages that could not be sent; labels role, reason.
+pub const CONTROL_SEND_FAILURES: &str = "ferry_control_send_failures_total";
+/// Peers that are known now; labels role, transport.
+pub const PEERS: &str = "ferry_peer_current_count";
+/// Ranks that run in this process; label role.
+pub const RANKS: &str = "ferry_rank_current_count";
+/// Component actors that died without an answer; label component.
+pub const COMPONENT_PANICS: &str = "ferry_component_panics_total";
+
+/// HTTP requests at the bootstrap server; labels route, code.
+pub const BOOTSTRAP_REQUESTS: &str = "ferry_bootstrap_requests_total";
+/// Seconds to answer a request; label route.
+pub const BOOTSTRAP_REQUEST_SECONDS: &str = "ferry_bootstrap_request_seconds";
+/// Registered prefill ranks; label namespace.
+pub const BOOTSTRAP_RANKS: &str = "ferry_bootstrap_ranks_current_count";
+/// Ranks that a complete engine has; label namespace.
+pub const BOOTSTRAP_RANKS_EXPECTED: &str = "ferry_bootstrap_ranks_expected_count";
+/// Generation of the engine; label namespace.
+pub const BOOTSTRAP_GENERATION: &str = "ferry_bootstrap_generation_number";
+/// Generations that began; label namespace.
+pub const BOOTSTRAP_GENERATIONS: &str = "ferry_bootstrap_generations_total";
+/// Stored registrations of io engines; label namespace.
+pub const BOOTSTRAP_REGISTRATIONS: &str = "ferry_bootstrap_registrations_current_count";
+/// Rooms with a dp rank; label namespace.
+pub const BOOTSTRAP_ROOMS: &str = "ferry_bootstrap_rooms_current_count";
+/// Rooms dropped before their time because the table was full; label namespace.
+pub const BOOTSTRAP_ROOMS_EVICTED: &str = "ferry_bootstrap_rooms_evicted_total";
+/// Ranks whose address answered the last probe; labels namespace, state.
+pub const BOOTSTRAP_RANKS_PROBED: &str = "ferry_bootstrap_ranks_probed_count";
+/// Fields of registrations that no known release sends; label namespace.
+pub const BOOTSTRAP_UNKNOWN_FIELDS: &str = "ferry_bootstrap_unknown_fields_total";
+/// Seconds to make one change durable.
+pub const BOOTSTRAP_STORE_SECONDS: &str = "ferry_bootstrap_store_commit_seconds";
+
+/// Label: which part of a request's state.
+pub const LABEL_COMPONENT: &str = "component";
+/// Label: how bytes moved.
+pub const LABEL_TRANSPORT: &str = "transport";
+/// Label: prefill or decode.
+pub const LABEL_ROLE: &str = "role";
+/// Label: success, failed or aborted.
+pub const LABEL_OUTCOME: &str = "outcome";
+/// Label: a short fixed word for why.
+pub const LABEL_REASON: &str = "reason";
+/// Label: a room's status.
+pub const LABEL_STATUS: &str = "status";
+/// Label: a message's kind.
+pub const LABEL_KIND: &str = "kind";
+/// Label: sent or received.
+pub const LABEL_DIRECTION: &str = "direction";
+/// Label: an engine's namespace at the bootstrap server.
+pub const LABEL_NAMESPACE: &str = "namespace";
+/// Label: an HTTP route's pattern.
+pub const LABEL_ROUTE: &str = "route";
+/// Label: an HTTP status code.
+pub const LABEL_CODE: &str = "code";
+/// Label: reachable or unreachable.
+pub const LABEL_STATE: &str = "state";
+
+/// Value of [`LABEL_COMPONENT`]: the paged KV cache.
+pub const COMPONENT_KV: &str = "kv";
+/// Value of [`LABEL_COMPONENT`]: auxiliary rows.
+pub const COMPONENT_AUX: &str = "aux";
+/// Value of [`LABEL_COMPONENT`]: a position that the layout does not have.
+pub const COMPONENT_UNKNOWN: &str = "unknown";
+
+/// Bounds, in seconds, of every histogram of durations: from 50 us to 300 s.
+pub const DURATION_BUCKETS: [f64; 20] = [
+    0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0, 30.0, 100.0, 300.0,
+];

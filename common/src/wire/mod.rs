@@ -1,0 +1,23 @@
+//! The bytes of the control plane (SGLang's MoRI flavour, `spec/control-plane.md`).
+//!
+//! Sans-IO: every decoder takes frames that were already received and returns a value or a
+//! [`WireError`] that says where it stopped. Wire structs here mirror the frames; domain types
+//! are made from them in [`crate::schema`].
+
+pub mod descriptor;
+pub mod error;
+pub mod frame;
+pub mod int_lists;
+pub mod message;
+pub mod register;
+pub mod release;
+pub mod route;
+pub mod status;
+pub mod transfer_info;
+
+pub use error::WireError;
+pub use message::{Abort, AbortAck, AuxData, Bootstrap, ControlMessage, FerryTrailer, Incoming};
+pub use register::Register;
+pub use release::Release;
+pub use status::{KvPoll, Status};
+pub use transfer_info::TransferInfo;
