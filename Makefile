@@ -1,0 +1,70 @@
+# Two commands do everything: `make demo` and `make test`. Each installs what it needs.
+# Requires Rust (rustup; the toolchain is pinned in rust-toolchain.toml) and, on Debian, apt.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+CARGO ?= cargo
+VENV := target/venv
+export FERRY_PYTHON := $(abspath $(VENV))/bin/python
+export FERRY_SKIP_LOG := $(abspath target)/skipped.log
+
+.PHONY: help demo test check bench cargo system-packages python nextest deny clean
+
+help: ## Lists the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+demo: cargo ## Moves 256 requests' hybrid state between real processes and verifies every byte (DEMO_ARGS="--help" lists options)
+	$(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --package demo
+	target/release/ferry-demo $(DEMO_ARGS)
+
+test: cargo system-packages python nextest ## Runs every test
+	rm -f $(FERRY_SKIP_LOG)
+	$(CARGO) build --workspace --locked --bins
+	$(CARGO) nextest run --workspace --locked --no-fail-fast
+	@if [[ -s $(FERRY_SKIP_LOG) ]]; then \
+	  echo "skipped for what this machine lacks: $$(wc -l < $(FERRY_SKIP_LOG))"; cat $(FERRY_SKIP_LOG); \
+	  if [[ "$${CI:-}" == true ]]; then echo "no test may be skipped in CI"; exit 1; fi; \
+	else echo "skipped for what this machine lacks: 0"; fi
+
+check: cargo deny ## Format, lints, documentation, licences and bans; nothing may warn
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
+	$(CARGO) deny --locked check bans licenses sources
+
+bench: cargo ## Criterion benchmarks
+	$(CARGO) bench --workspace --locked
+
+clean: ## Removes what was built
+	$(CARGO) clean
+
+cargo:
+	@command -v $(CARGO) >/dev/null || { echo "cargo is missing: install Rust with rustup (https://rustup.rs), then run this again"; exit 1; }
+	@command -v cc >/dev/null || $(MAKE) --no-print-directory system-packages
+
+# strace proves that registrations are on the disk before they are acknowledged; the Python
+# environment holds the peers that the wire is tested against.
+system-packages:
+	@missing=(); for entry in cc:gcc strace:strace python3:python3; do \
+	  command -v "$${entry%%:*}" >/dev/null || missing+=("$${entry##*:}"); done; \
+	python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv); \
+	if (( $${#missing[@]} )); then \
+	  echo "installing: $${missing[*]}"; \
+	  if [[ $$(id -u) == 0 ]]; then sudo=(); else sudo=(sudo); fi; \
+	  "$${sudo[@]}" apt-get update -qq && "$${sudo[@]}" apt-get install -y -qq --no-install-recommends "$${missing[@]}" libc6-dev; \
+	fi
+
+python: system-packages $(VENV)/ready
+
+$(VENV)/ready: tests/conformance/requirements.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/conformance/requirements.txt
+	touch $@
+
+nextest:
+	@$(CARGO) nextest --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-nextest
+
+deny:
+	@$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-deny
