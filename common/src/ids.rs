@@ -50,7 +50,11 @@ impl Room {
 
     /// `None` when the number does not fit the protocol's signed 64-bit field.
     pub const fn new(number: u64) -> Option<Self> {
-        if number <= Self::MAX { Some(Self(number)) } else { None }
+        if number <= Self::MAX {
+            Some(Self(number))
+        } else {
+            None
+        }
     }
 
     /// The bare number.
@@ -78,7 +82,10 @@ pub struct Endpoint {
 impl Endpoint {
     /// Joins a host and a port.
     pub fn new(host: impl Into<String>, port: u16) -> Self {
-        Self { host: host.into(), port }
+        Self {
+            host: host.into(),
+            port,
+        }
     }
 }
 

@@ -16,9 +16,9 @@
 #![forbid(unsafe_code)]
 
 pub mod ids;
-pub mod wire;
-pub mod schema;
-pub mod topology;
+pub mod metrics;
 pub mod plan;
 pub mod room;
-pub mod metrics;
+pub mod schema;
+pub mod topology;
+pub mod wire;

@@ -29,7 +29,14 @@ pub struct StridedRun {
 impl StridedRun {
     /// One contiguous range.
     pub const fn contiguous(src: ByteOffset, dst: ByteOffset, len: ByteLen) -> Self {
-        Self { src, dst, len, count: 1, src_stride: 0, dst_stride: 0 }
+        Self {
+            src,
+            dst,
+            len,
+            count: 1,
+            src_stride: 0,
+            dst_stride: 0,
+        }
     }
 
     /// First offset behind the last source range; `None` on overflow.
@@ -44,8 +51,13 @@ impl StridedRun {
 }
 
 fn end_of(start: u64, len: u64, count: u32, stride: u64) -> Option<u64> {
-    let Some(steps) = count.checked_sub(1) else { return Some(start) };
-    u64::from(steps).checked_mul(stride)?.checked_add(start)?.checked_add(len)
+    let Some(steps) = count.checked_sub(1) else {
+        return Some(start);
+    };
+    u64::from(steps)
+        .checked_mul(stride)?
+        .checked_add(start)?
+        .checked_add(len)
 }
 
 /// One contiguous range of a run list.
@@ -80,16 +92,28 @@ impl RunList {
             let run_bytes = run.len.0.checked_mul(u64::from(run.count));
             bytes = run_bytes
                 .and_then(|run_bytes| bytes.checked_add(run_bytes))
-                .ok_or(PlanError::Overflow { what: "total bytes of a run list" })?;
+                .ok_or(PlanError::Overflow {
+                    what: "total bytes of a run list",
+                })?;
             ranges = ranges
                 .checked_add(u64::from(run.count))
-                .ok_or(PlanError::Overflow { what: "number of ranges of a run list" })?;
-            src_end = src_end
-                .max(run.src_end().ok_or(PlanError::Overflow { what: "end of a source run" })?);
-            dst_end = dst_end
-                .max(run.dst_end().ok_or(PlanError::Overflow { what: "end of a destination run" })?);
+                .ok_or(PlanError::Overflow {
+                    what: "number of ranges of a run list",
+                })?;
+            src_end = src_end.max(run.src_end().ok_or(PlanError::Overflow {
+                what: "end of a source run",
+            })?);
+            dst_end = dst_end.max(run.dst_end().ok_or(PlanError::Overflow {
+                what: "end of a destination run",
+            })?);
         }
-        Ok(Self { runs: runs.into(), bytes, ranges, src_end, dst_end })
+        Ok(Self {
+            runs: runs.into(),
+            bytes,
+            ranges,
+            src_end,
+            dst_end,
+        })
     }
 
     /// The runs.

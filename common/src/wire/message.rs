@@ -1,7 +1,11 @@
 //! The seven messages, and the decoder that tells them apart.
 
+use serde::{Deserialize, Serialize};
+
 use crate::ids::{Endpoint, Room, UniqueRank};
-use crate::wire::{Register, Status, TransferInfo};
+use crate::wire::error::{WireError, shown};
+use crate::wire::frame::{self, Frame};
+use crate::wire::{Register, Release, Status, TransferInfo};
 
 /// One control message, of either direction.
 #[derive(Clone, Debug, PartialEq)]
@@ -66,12 +70,14 @@ pub struct Bootstrap {
     pub reply_to: Endpoint,
 }
 
-/// The extra trailing frame between two Ferry ranks: `FRY1`, then msgpack.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The extra trailing frame between two Ferry ranks: `FRY1`, then msgpack
+/// `[generation or nil, [checksum, ...]]`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FerryTrailer {
     /// The sender's generation of the room.
     pub generation: Option<u64>,
-    /// Opaque checksums by component, reserved for integrity checks.
+    /// One checksum for each component, in the order of the registration; may be empty.
+    #[serde(default)]
     pub checksums: Vec<u64>,
 }
 
@@ -80,10 +86,332 @@ pub struct FerryTrailer {
 pub struct Incoming {
     /// The message.
     pub message: ControlMessage,
-    /// The Ferry trailer, recognised by its magic wherever it stands behind the known frames.
+    /// The Ferry trailer, recognised by its magic wherever it stands behind the needed frames.
     pub trailer: Option<FerryTrailer>,
     /// How many unknown trailing frames were ignored.
     pub ignored_frames: usize,
+}
+
+/// What the first frames say a message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Register,
+    TransferInfo,
+    Status,
+    Abort,
+    AbortAck,
+    AuxData,
+    Bootstrap,
+}
+
+impl Kind {
+    /// SGLang tells the guarded messages apart by the second frame and by which side receives
+    /// them; a STATUS is the only one with at most six frames.
+    fn of(frames: &[&[u8]]) -> Option<Self> {
+        let first = *frames.first()?;
+        match first {
+            frame::ABORT => Some(Self::Abort),
+            frame::ABORT_ACK => Some(Self::AbortAck),
+            frame::AUX_DATA => Some(Self::AuxData),
+            frame::BOOTSTRAP => Some(Self::Bootstrap),
+            frame::GUARD if frames.get(1) == Some(&frame::NO_ROOM) => Some(Self::Register),
+            frame::GUARD if frames.len() <= MOST_STATUS_FRAMES => Some(Self::Status),
+            frame::GUARD => Some(Self::TransferInfo),
+            _ => None,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Register => "register",
+            Self::TransferInfo => "transfer_info",
+            Self::Status => "status",
+            Self::Abort => "abort",
+            Self::AbortAck => "abort_ack",
+            Self::AuxData => "aux_data",
+            Self::Bootstrap => "bootstrap",
+        }
+    }
+
+    /// From which frame on a trailer can stand, and how many frames are known at most.
+    const fn frames(self) -> (usize, usize) {
+        match self {
+            Self::Register => (Register::MIN_FRAMES, Register::KNOWN_FRAMES),
+            Self::TransferInfo => (TransferInfo::MIN_FRAMES, TransferInfo::KNOWN_FRAMES),
+            // The reason is free text, so a trailer is looked for behind it only.
+            Self::Status => (Status::KNOWN_FRAMES, Status::KNOWN_FRAMES),
+            Self::Abort => (2, 5),
+            Self::AbortAck => (3, 4),
+            Self::AuxData => (6, 6),
+            Self::Bootstrap => (4, 4),
+        }
+    }
+}
+
+/// Guard, room, status, rank, reason, and up to two trailing frames (a request epoch of later
+/// releases, a trailer of ours): fewer than any TRANSFER_INFO has.
+const MOST_STATUS_FRAMES: usize = 7;
+
+/// A best guess of a message's kind from its first frames, for counting malformed ones.
+pub fn guess_kind<T: AsRef<[u8]>>(frames: &[T]) -> &'static str {
+    let frames: Vec<&[u8]> = frames.iter().map(AsRef::as_ref).collect();
+    Kind::of(&frames).map_or("unknown", Kind::name)
+}
+
+/// Decodes one multipart message.
+///
+/// # Errors
+/// A [`WireError`] that names the field and what was seen; nothing of the message is to be used.
+pub fn decode_message<T: AsRef<[u8]>>(frames: &[T]) -> Result<Incoming, WireError> {
+    let mut frames: Vec<&[u8]> = frames.iter().map(AsRef::as_ref).collect();
+    let kind = Kind::of(&frames).ok_or_else(|| WireError::UnknownMessage {
+        seen: frames
+            .first()
+            .map_or_else(|| "no frame".to_owned(), |first| shown(first)),
+    })?;
+    let (trailer_from, known) = kind.frames();
+    let trailer = take_trailer(&mut frames, trailer_from);
+    let message = match kind {
+        Kind::Register => ControlMessage::Register(Box::new(Register::decode(&frames)?)),
+        Kind::TransferInfo => ControlMessage::TransferInfo(TransferInfo::decode(&frames)?),
+        Kind::Status => ControlMessage::Status(Status::decode(&frames)?),
+        Kind::Abort => ControlMessage::Abort(Abort::decode(&frames)?),
+        Kind::AbortAck => ControlMessage::AbortAck(AbortAck::decode(&frames)?),
+        Kind::AuxData => ControlMessage::AuxData(AuxData::decode(&frames)?),
+        Kind::Bootstrap => ControlMessage::Bootstrap(Bootstrap::decode(&frames)?),
+    };
+    Ok(Incoming {
+        message,
+        trailer,
+        ignored_frames: frames.len().saturating_sub(known),
+    })
+}
+
+/// Removes the first frame from `from` on that is a trailer.
+fn take_trailer(frames: &mut Vec<&[u8]>, from: usize) -> Option<FerryTrailer> {
+    let behind = frames.get(from..)?;
+    let (position, trailer) = behind.iter().enumerate().find_map(|(position, bytes)| {
+        let packed = bytes.strip_prefix(frame::FERRY_MAGIC)?;
+        Some((position, rmp_serde::from_slice(packed).ok()?))
+    })?;
+    frames.remove(from + position);
+    Some(trailer)
+}
+
+impl ControlMessage {
+    /// The metric label.
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Register(_) => Kind::Register.name(),
+            Self::TransferInfo(_) => Kind::TransferInfo.name(),
+            Self::Status(_) => Kind::Status.name(),
+            Self::Abort(_) => Kind::Abort.name(),
+            Self::AbortAck(_) => Kind::AbortAck.name(),
+            Self::AuxData(_) => Kind::AuxData.name(),
+            Self::Bootstrap(_) => Kind::Bootstrap.name(),
+        }
+    }
+
+    /// The room that the message is about; a REGISTER is about none.
+    pub const fn room(&self) -> Option<Room> {
+        match self {
+            Self::Register(_) => None,
+            Self::TransferInfo(message) => Some(message.room),
+            Self::Status(message) => Some(message.room),
+            Self::Abort(message) => Some(message.room),
+            Self::AbortAck(message) => Some(message.room),
+            Self::AuxData(message) => Some(message.room),
+            Self::Bootstrap(message) => Some(message.room),
+        }
+    }
+
+    /// The frames, in the form of one release.
+    ///
+    /// # Errors
+    /// [`WireError::NotInRelease`] when that release cannot carry the message.
+    pub fn encode(&self, release: Release) -> Result<Vec<Frame>, WireError> {
+        match self {
+            Self::Register(message) => message.encode(release),
+            Self::TransferInfo(message) => message.encode(release),
+            Self::Status(message) => Ok(message.encode()),
+            Self::Abort(message) => Ok(message.encode(release)),
+            Self::AbortAck(message) => Ok(message.encode(release)),
+            Self::AuxData(message) => message.encode(),
+            Self::Bootstrap(message) => Ok(message.encode()),
+        }
+    }
+
+    /// The frames for another Ferry rank: the same, and the trailer behind them.
+    ///
+    /// # Errors
+    /// As [`ControlMessage::encode`].
+    pub fn encode_with_trailer(
+        &self,
+        release: Release,
+        trailer: &FerryTrailer,
+    ) -> Result<Vec<Frame>, WireError> {
+        let mut frames = self.encode(release)?;
+        let mut last = frame::FERRY_MAGIC.to_vec();
+        let packed = rmp_serde::to_vec(trailer).map_err(|error| WireError::Msgpack {
+            what: "trailer",
+            detail: error.to_string(),
+        })?;
+        last.extend(packed);
+        frames.push(last);
+        Ok(frames)
+    }
+}
+
+impl Abort {
+    /// An address or a generation that cannot be read is left out, as SGLang does: the room is
+    /// given up all the same.
+    fn decode(frames: &[&[u8]]) -> Result<Self, WireError> {
+        let [_abort, room, rest @ ..] = frames else {
+            return Err(WireError::TooFewFrames {
+                message: "abort",
+                need: 2,
+                have: frames.len(),
+            });
+        };
+        let room = frame::parse_room(room)?;
+        let reply_to = match rest {
+            [host, port, ..] => frame::parse_endpoint(host, port).ok(),
+            _ => None,
+        };
+        let generation = match (&reply_to, rest.get(2)) {
+            (Some(_), Some(generation)) => frame::parse_i64(generation, "generation").ok(),
+            _ => None,
+        };
+        Ok(Self {
+            room,
+            reply_to,
+            generation,
+        })
+    }
+
+    fn encode(&self, release: Release) -> Vec<Frame> {
+        let form = release.form();
+        let mut frames = vec![frame::ABORT.to_vec(), frame::ascii(self.room)];
+        let Some(reply_to) = self.reply_to.as_ref().filter(|_| form.abort_endpoint) else {
+            return frames;
+        };
+        frames.push(reply_to.host.clone().into_bytes());
+        frames.push(frame::ascii(reply_to.port));
+        frames.extend(
+            self.generation
+                .filter(|_| form.abort_generation)
+                .map(frame::ascii),
+        );
+        frames
+    }
+}
+
+impl AbortAck {
+    fn decode(frames: &[&[u8]]) -> Result<Self, WireError> {
+        let [_ack, room, prefill_rank, rest @ ..] = frames else {
+            return Err(WireError::TooFewFrames {
+                message: "abort_ack",
+                need: 3,
+                have: frames.len(),
+            });
+        };
+        let generation = rest
+            .first()
+            .map(|bytes| frame::parse_i64(bytes, "generation"));
+        Ok(Self {
+            room: frame::parse_room(room)?,
+            prefill_rank: frame::parse_i64(prefill_rank, "prefill rank")?,
+            generation: generation.transpose()?,
+        })
+    }
+
+    fn encode(&self, release: Release) -> Vec<Frame> {
+        let mut frames = vec![
+            frame::ABORT_ACK.to_vec(),
+            frame::ascii(self.room),
+            frame::ascii(self.prefill_rank),
+        ];
+        let with_generation = release.form().abort_generation;
+        frames.extend(
+            self.generation
+                .filter(|_| with_generation)
+                .map(frame::ascii),
+        );
+        frames
+    }
+}
+
+impl AuxData {
+    fn decode(frames: &[&[u8]]) -> Result<Self, WireError> {
+        let [_aux, room, buffer_index, aux_index, length, data, ..] = frames else {
+            return Err(WireError::TooFewFrames {
+                message: "aux_data",
+                need: 6,
+                have: frames.len(),
+            });
+        };
+        let length: &[u8; 4] = (*length).try_into().map_err(|_| WireError::Number {
+            what: "aux data length",
+            seen: shown(length),
+            expected: "four bytes, big-endian",
+        })?;
+        let need = u32::from_be_bytes(*length) as usize;
+        if need != data.len() {
+            return Err(WireError::Truncated {
+                what: "aux data",
+                offset: data.len().min(need),
+                need,
+                have: data.len(),
+            });
+        }
+        Ok(Self {
+            room: frame::parse_room(room)?,
+            buffer_index: frame::parse_u32(buffer_index, "aux buffer index")?,
+            aux_index: frame::parse_u32(aux_index, "aux index")?,
+            data: data.to_vec(),
+        })
+    }
+
+    fn encode(&self) -> Result<Vec<Frame>, WireError> {
+        let length = u32::try_from(self.data.len()).map_err(|_| WireError::Number {
+            what: "aux data length",
+            seen: self.data.len().to_string(),
+            expected: "a length that fits 32 bits",
+        })?;
+        Ok(vec![
+            frame::AUX_DATA.to_vec(),
+            frame::ascii(self.room),
+            frame::ascii(self.buffer_index),
+            frame::ascii(self.aux_index),
+            length.to_be_bytes().to_vec(),
+            self.data.clone(),
+        ])
+    }
+}
+
+impl Bootstrap {
+    fn decode(frames: &[&[u8]]) -> Result<Self, WireError> {
+        let [_bootstrap, room, host, port, ..] = frames else {
+            return Err(WireError::TooFewFrames {
+                message: "bootstrap",
+                need: 4,
+                have: frames.len(),
+            });
+        };
+        Ok(Self {
+            room: frame::parse_room(room)?,
+            reply_to: frame::parse_endpoint(host, port)?,
+        })
+    }
+
+    fn encode(&self) -> Vec<Frame> {
+        vec![
+            frame::BOOTSTRAP.to_vec(),
+            frame::ascii(self.room),
+            self.reply_to.host.clone().into_bytes(),
+            frame::ascii(self.reply_to.port),
+        ]
+    }
 }
 
 /// The prefill's rank number across its groups:
@@ -98,5 +426,8 @@ pub fn unique_rank(
     let per_tp_rank = pp_size.checked_mul(cp_size)?;
     let from_tp = tp_rank.checked_mul(per_tp_rank)?;
     let from_pp = pp_rank.checked_mul(cp_size)?;
-    from_tp.checked_add(from_pp)?.checked_add(cp_rank).map(UniqueRank)
+    from_tp
+        .checked_add(from_pp)?
+        .checked_add(cp_rank)
+        .map(UniqueRank)
 }

@@ -15,9 +15,14 @@ pub mod route;
 pub mod status;
 pub mod transfer_info;
 
+pub use descriptor::{EngineDesc, MemoryDesc, MemoryLocation};
 pub use error::WireError;
-pub use message::{Abort, AbortAck, AuxData, Bootstrap, ControlMessage, FerryTrailer, Incoming};
+pub use frame::Frame;
+pub use message::{
+    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, FerryTrailer, Incoming, decode_message,
+    guess_kind, unique_rank,
+};
 pub use register::Register;
-pub use release::Release;
+pub use release::{Release, ReleaseForm};
 pub use status::{KvPoll, Status};
 pub use transfer_info::TransferInfo;
