@@ -1,6 +1,7 @@
 //! A rank's buffers, as its engine registers them: tensors, pages, components.
 
 use crate::ids::{ByteLen, ComponentId};
+use crate::wire::Register;
 
 /// One buffer of equal items (pages, slots or rows) that lie one behind the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,6 +158,116 @@ impl RankLayout {
                 .states
                 .get(usize::from(index))
                 .map_or(crate::metrics::COMPONENT_UNKNOWN, |state| state.kind.name()),
+        }
+    }
+}
+
+/// One buffer of a decode rank, as it registered it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerTensor {
+    /// Size of the whole buffer; 0 when the buffer is elided there.
+    pub bytes: ByteLen,
+    /// Size of one item; `None` where the wire does not carry it.
+    pub item_len_opt: Option<ByteLen>,
+}
+
+impl PeerTensor {
+    /// Whether nothing can land in this buffer: a length of 0, or no buffer at all.
+    pub const fn is_elided(&self) -> bool {
+        self.bytes.0 == 0 || matches!(self.item_len_opt, Some(ByteLen(0)))
+    }
+}
+
+/// One state component of a decode rank. Lists run parallel to `tensors`, or are empty.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerState {
+    /// Its buffers.
+    pub tensors: Vec<PeerTensor>,
+    /// Sharded dimension of each tensor; 0 marks a replicated item.
+    pub dims: Vec<u32>,
+    /// Layer of each tensor.
+    pub layer_ids: Vec<u32>,
+}
+
+/// What a prefill rank knows of a decode rank's buffers: a REGISTER carries no state types, page
+/// size or data type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerLayout {
+    /// The KV tensors; only the first one's item length is on the wire.
+    pub kv: Vec<PeerTensor>,
+    /// Layer of each KV tensor; may be empty.
+    pub kv_layer_ids: Vec<u32>,
+    /// Auxiliary buffers; item lengths are not on the wire.
+    pub aux: Vec<PeerTensor>,
+    /// State components.
+    pub states: Vec<PeerState>,
+    /// Attention TP size.
+    pub tp_size: u32,
+    /// Engine rank, which counts over data-parallel groups too.
+    pub engine_rank: u32,
+    /// Decode context parallel size.
+    pub dcp_size: u32,
+    /// Decode context parallel rank.
+    pub dcp_rank: u32,
+}
+
+impl From<&Register> for PeerLayout {
+    /// Takes the sizes out of a registration. Item lengths, dims and layer ids of a component that
+    /// the lists do not reach are unknown (`None`, empty); nothing is guessed.
+    fn from(register: &Register) -> Self {
+        let kv = register
+            .kv
+            .iter()
+            .enumerate()
+            .map(|(position, desc)| PeerTensor {
+                bytes: ByteLen(desc.size),
+                item_len_opt: (position == 0).then_some(ByteLen(register.kv_item_len)),
+            });
+        let aux = register.aux.iter().map(|desc| PeerTensor {
+            bytes: ByteLen(desc.size),
+            item_len_opt: None,
+        });
+        let states = register
+            .states
+            .iter()
+            .enumerate()
+            .map(|(component, descs)| {
+                let item_lens = register
+                    .state_item_lens
+                    .get(component)
+                    .map_or(&[][..], Vec::as_slice);
+                let tensors = descs
+                    .iter()
+                    .enumerate()
+                    .map(|(position, desc_opt)| PeerTensor {
+                        bytes: ByteLen(desc_opt.as_ref().map_or(0, |desc| desc.size)),
+                        item_len_opt: item_lens
+                            .get(position)
+                            .map(|length| ByteLen(u64::from(*length))),
+                    });
+                PeerState {
+                    tensors: tensors.collect(),
+                    dims: register
+                        .state_dims
+                        .get(component)
+                        .cloned()
+                        .unwrap_or_default(),
+                    layer_ids: register
+                        .state_layer_ids
+                        .get(component)
+                        .cloned()
+                        .unwrap_or_default(),
+                }
+            });
+        Self {
+            kv: kv.collect(),
+            kv_layer_ids: register.kv_layer_ids.clone(),
+            aux: aux.collect(),
+            states: states.collect(),
+            tp_size: register.tp_size,
+            engine_rank: register.engine_rank,
+            dcp_size: register.dcp_size,
+            dcp_rank: register.dcp_rank,
         }
     }
 }

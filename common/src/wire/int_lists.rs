@@ -1,6 +1,6 @@
 //! Lists of integers in one frame.
 //!
-//! Two forms: a plain array of little-endian 32-bit integers, and a list of such arrays:
+//! Two forms: a plain array of little-endian integers, and a list of such arrays:
 //!
 //! ```text
 //! u32 number of lists | for each: u32 length in bytes | for each: the integers
@@ -13,55 +13,57 @@ use crate::wire::frame::Frame;
 
 /// An integer that these lists carry.
 pub trait ListInteger: Copy {
-    /// The four bytes, little-endian.
-    fn to_bytes(self) -> [u8; 4];
-    /// From four bytes, little-endian.
-    fn from_bytes(bytes: [u8; 4]) -> Self;
+    /// Bytes of one integer.
+    const WIDTH: usize;
+    /// Appends the bytes, little-endian.
+    fn put(self, frame: &mut Frame);
+    /// From exactly [`ListInteger::WIDTH`] bytes, little-endian.
+    fn take(bytes: &[u8]) -> Option<Self>;
 }
 
-impl ListInteger for i32 {
-    fn to_bytes(self) -> [u8; 4] {
-        self.to_le_bytes()
-    }
-    fn from_bytes(bytes: [u8; 4]) -> Self {
-        Self::from_le_bytes(bytes)
-    }
+macro_rules! list_integer {
+    ($integer:ty) => {
+        impl ListInteger for $integer {
+            const WIDTH: usize = size_of::<Self>();
+            fn put(self, frame: &mut Frame) {
+                frame.extend(self.to_le_bytes());
+            }
+            fn take(bytes: &[u8]) -> Option<Self> {
+                Some(Self::from_le_bytes(bytes.try_into().ok()?))
+            }
+        }
+    };
 }
 
-impl ListInteger for u32 {
-    fn to_bytes(self) -> [u8; 4] {
-        self.to_le_bytes()
-    }
-    fn from_bytes(bytes: [u8; 4]) -> Self {
-        Self::from_le_bytes(bytes)
-    }
-}
+list_integer!(i32);
+list_integer!(u32);
+// Releases after 0.5.23 widen item lengths to 64 bits.
+list_integer!(u64);
 
-/// Bytes of one integer.
-const WIDTH: usize = 4;
+/// Bytes of a length field.
+const LENGTH_BYTES: usize = 4;
 
 /// Writes a plain array.
 pub fn pack_array<T: ListInteger>(integers: &[T]) -> Frame {
-    integers
-        .iter()
-        .flat_map(|integer| integer.to_bytes())
-        .collect()
+    let mut frame = Frame::with_capacity(integers.len() * T::WIDTH);
+    integers.iter().for_each(|integer| integer.put(&mut frame));
+    frame
 }
 
 /// Reads a plain array.
 ///
 /// # Errors
-/// [`WireError::TrailingBytes`] when the length is no multiple of four.
+/// [`WireError::TrailingBytes`] when the length is no multiple of the integer's width.
 pub fn unpack_array<T: ListInteger>(bytes: &[u8], what: &'static str) -> Result<Vec<T>, WireError> {
-    let (chunks, rest) = bytes.as_chunks::<WIDTH>();
-    if !rest.is_empty() {
+    let extra = bytes.len() % T::WIDTH;
+    if extra != 0 {
         return Err(WireError::TrailingBytes {
             what,
-            offset: bytes.len() - rest.len(),
-            extra: rest.len(),
+            offset: bytes.len() - extra,
+            extra,
         });
     }
-    Ok(chunks.iter().map(|chunk| T::from_bytes(*chunk)).collect())
+    Ok(bytes.chunks_exact(T::WIDTH).filter_map(T::take).collect())
 }
 
 /// Writes a list of lists; an empty list is an empty frame.
@@ -80,27 +82,28 @@ pub fn pack_lists<T: ListInteger>(
         seen: length.to_string(),
         expected: "a length that fits 32 bits",
     };
-    let payload: usize = lists.iter().map(|list| WIDTH + list.len() * WIDTH).sum();
-    let mut frame = Frame::with_capacity(WIDTH + payload);
+    let payload: usize = lists
+        .iter()
+        .map(|list| LENGTH_BYTES + list.len() * T::WIDTH)
+        .sum();
+    let mut frame = Frame::with_capacity(LENGTH_BYTES + payload);
     frame.extend(
         u32::try_from(lists.len())
             .map_err(|_| too_long(lists.len()))?
             .to_le_bytes(),
     );
     for list in lists {
-        let length = list.len() * WIDTH;
+        let length = list.len() * T::WIDTH;
         frame.extend(
             u32::try_from(length)
                 .map_err(|_| too_long(length))?
                 .to_le_bytes(),
         );
     }
-    frame.extend(
-        lists
-            .iter()
-            .flatten()
-            .flat_map(|integer| integer.to_bytes()),
-    );
+    lists
+        .iter()
+        .flatten()
+        .for_each(|integer| integer.put(&mut frame));
     Ok(frame)
 }
 
@@ -121,7 +124,7 @@ pub fn unpack_lists<T: ListInteger>(
     // The lengths alone take four bytes each, so a count beyond that is refused before memory is
     // taken for it.
     let remaining = bytes.len() - offset;
-    let need = (number as usize).saturating_mul(WIDTH);
+    let need = (number as usize).saturating_mul(LENGTH_BYTES);
     if need > remaining {
         return Err(WireError::Truncated {
             what,
@@ -161,14 +164,14 @@ pub fn unpack_lists<T: ListInteger>(
 fn read_u32(bytes: &[u8], offset: &mut usize, what: &'static str) -> Result<u32, WireError> {
     let field = bytes
         .get(*offset..)
-        .and_then(|rest| rest.first_chunk::<WIDTH>());
+        .and_then(|rest| rest.first_chunk::<LENGTH_BYTES>());
     let field = field.ok_or(WireError::Truncated {
         what,
         offset: *offset,
-        need: WIDTH,
+        need: LENGTH_BYTES,
         have: bytes.len().saturating_sub(*offset),
     })?;
-    *offset += WIDTH;
+    *offset += LENGTH_BYTES;
     Ok(u32::from_le_bytes(*field))
 }
 

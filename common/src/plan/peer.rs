@@ -1,0 +1,542 @@
+//! The planner of one pair of ranks.
+
+use crate::ids::{ByteLen, ComponentId};
+use crate::metrics::{COMPONENT_AUX, COMPONENT_KV};
+use crate::plan::bounds::{
+    ItemBounds, Side, check_bounds, check_distinct, check_ends, check_row, is_elided,
+};
+use crate::plan::dcp::{DcpChunk, dcp_tokens, needs_resplit, token_lens};
+use crate::plan::heads::{TokenSlice, TpPair};
+use crate::plan::layers::{mha_pairs, mla_pairs};
+use crate::plan::pages::{IndexRun, index_runs, item_run_list};
+use crate::plan::state::StatePlanner;
+use crate::plan::{PlanError, RunList};
+use crate::schema::{AttentionKind, PeerLayout, RankLayout};
+use crate::topology::ParallelConfig;
+
+/// How strict a planner is where 0.5.23 is lenient.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlannerOptions {
+    /// Whether index lists of a paged component must have the same length. If not, their common
+    /// prefix moves and the rest is counted.
+    pub strict_lengths: bool,
+}
+
+/// A pair of tensors and the runs that move between them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorPair {
+    /// Position of the source tensor in its component.
+    pub src: usize,
+    /// Position of the destination tensor in its component.
+    pub dst: usize,
+    /// The runs; shared by all pairs with the same item length.
+    pub runs: RunList,
+}
+
+/// What one component of one room (or one chunk of it) moves to one decode rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ComponentPlan {
+    /// The component.
+    pub component: ComponentId,
+    /// What moves; no pair where this rank has nothing to send.
+    pub pairs: Vec<TensorPair>,
+    /// Items beyond the common prefix of the two index lists.
+    pub truncated_items: u64,
+}
+
+impl ComponentPlan {
+    /// Bytes over all pairs.
+    pub fn bytes(&self) -> ByteLen {
+        ByteLen(self.pairs.iter().map(|pair| pair.runs.bytes().get()).sum())
+    }
+
+    /// Contiguous ranges over all pairs.
+    pub fn ranges(&self) -> u64 {
+        self.pairs.iter().map(|pair| pair.runs.ranges()).sum()
+    }
+}
+
+/// The pages of one chunk.
+#[derive(Clone, Copy, Debug)]
+pub struct KvChunk<'a> {
+    /// Source pages, in the order of the prompt.
+    pub src_pages: &'a [i32],
+    /// Pages of the request before this chunk.
+    pub position: usize,
+    /// All destination pages that the decode announced.
+    pub dst_pages: &'a [i32],
+    /// Tokens that the decode already holds.
+    pub decode_prefix_len: u64,
+    /// Tokens in this chunk; needed when pages are re-split by token.
+    pub num_kv_tokens: Option<u64>,
+}
+
+/// How the KV pages of this pair of ranks move.
+#[derive(Clone, Debug)]
+enum KvRule {
+    /// Whole pages.
+    Pages,
+    /// A slice of heads of each token; one slice for each pair.
+    Heads(Vec<TokenSlice>),
+    /// Tokens re-split over decode context ranks.
+    Tokens {
+        page_size: u64,
+        dcp_size: u64,
+        dcp_rank: u64,
+        token_lens: Vec<u64>,
+        first_draft: usize,
+    },
+    /// Another rank sends the same bytes.
+    Nothing,
+}
+
+/// Joins one prefill rank and one decode rank. Built once for each peer; then only indices vary.
+#[derive(Clone, Debug)]
+pub struct PeerPlanner {
+    options: PlannerOptions,
+    kv: Vec<ItemBounds>,
+    kv_rule: KvRule,
+    states: Vec<StatePlanner>,
+    aux: Vec<ItemBounds>,
+}
+
+impl PeerPlanner {
+    /// Compares the two sides.
+    ///
+    /// # Errors
+    /// A [`PlanError`] that names the component and both sides' values, for whatever cannot work
+    /// between these two ranks.
+    pub fn new(
+        local: &RankLayout,
+        parallel: &ParallelConfig,
+        peer: &PeerLayout,
+        options: PlannerOptions,
+    ) -> Result<Self, PlanError> {
+        parallel.validate()?;
+        let tp = TpPair::new(
+            parallel.tp_size,
+            parallel.tp_rank,
+            peer.tp_size,
+            peer.engine_rank,
+        )?;
+        // A prefill without components accepts whatever the decode registered: nothing of it moves.
+        if !local.states.is_empty() && local.states.len() != peer.states.len() {
+            return Err(PlanError::ComponentCount {
+                local: local.states.len(),
+                peer: peer.states.len(),
+            });
+        }
+        let (kv, kv_rule) = kv_rule(local, parallel, peer, tp)?;
+        let states = local.states.iter().zip(&peer.states);
+        let states =
+            states.map(|(state, peer)| StatePlanner::new(local, parallel, tp, state, peer));
+        let aux = local.aux.iter().zip(&peer.aux).enumerate();
+        let aux =
+            aux.filter(|(_, (src, dst))| src.bytes.0 > 0 && src.item_len.0 > 0 && dst.bytes.0 > 0);
+        Ok(Self {
+            options,
+            kv,
+            kv_rule,
+            states: states.collect::<Result<_, _>>()?,
+            aux: aux
+                .map(|(position, (src, dst))| ItemBounds {
+                    src: position,
+                    dst: position,
+                    src_bytes: src.bytes.0,
+                    src_item_len: src.item_len.0,
+                    dst_bytes: dst.bytes.0,
+                    dst_item_len: src.item_len.0,
+                })
+                .collect(),
+        })
+    }
+
+    /// Checks the destinations that a decode announced for a room, before anything is written:
+    /// every index lies inside every tensor that it addresses, and none stands in a list twice.
+    ///
+    /// # Errors
+    /// A [`PlanError`] with component, tensor, index and bounds.
+    pub fn check_announcement(
+        &self,
+        kv_indices: &[i32],
+        aux_index: Option<u32>,
+        state_indices: &[Vec<i32>],
+    ) -> Result<(), PlanError> {
+        check_distinct(COMPONENT_KV, kv_indices)?;
+        check_bounds(COMPONENT_KV, Side::Decode, &self.kv, kv_indices)?;
+        if !self.states.is_empty() && state_indices.len() > self.states.len() {
+            return Err(PlanError::ComponentCount {
+                local: self.states.len(),
+                peer: state_indices.len(),
+            });
+        }
+        for (state, indices) in self.states.iter().zip(state_indices) {
+            state.check_destination(indices)?;
+        }
+        let Some(aux_index) = aux_index else {
+            return Ok(());
+        };
+        check_row(Side::Decode, &self.aux, aux_index)
+    }
+
+    /// Checks a chunk's pages, before anything of it is written.
+    ///
+    /// # Errors
+    /// As [`PeerPlanner::check_announcement`], or a chunk that reaches beyond the announcement.
+    pub fn check_kv_chunk(&self, chunk: &KvChunk<'_>) -> Result<(), PlanError> {
+        check_bounds(COMPONENT_KV, Side::Prefill, &self.kv, chunk.src_pages)?;
+        if let KvRule::Tokens { .. } = self.kv_rule {
+            // Tokens do not pair with pages one to one; the plan itself is the check.
+            return self.plan_kv(chunk).map(|_| ());
+        }
+        announced_pages(chunk).map(|_| ())
+    }
+
+    /// Checks the source indices of a state component against the announced ones.
+    ///
+    /// # Errors
+    /// As [`PeerPlanner::check_announcement`], or lists that do not pair.
+    pub fn check_state(&self, index: u16, src: &[i32], dst: &[i32]) -> Result<(), PlanError> {
+        self.state(index)?.check_source(src, dst, self.options)
+    }
+
+    /// Checks the source row of the aux buffers.
+    ///
+    /// # Errors
+    /// [`PlanError::OutOfBounds`].
+    pub fn check_aux(&self, src_row: u32) -> Result<(), PlanError> {
+        check_row(Side::Prefill, &self.aux, src_row)
+    }
+
+    /// The KV runs of one chunk.
+    ///
+    /// # Errors
+    /// As [`PeerPlanner::check_kv_chunk`].
+    pub fn plan_kv(&self, chunk: &KvChunk<'_>) -> Result<ComponentPlan, PlanError> {
+        let component = ComponentId::Kv;
+        let pairs = match &self.kv_rule {
+            KvRule::Nothing => Vec::new(),
+            KvRule::Pages => {
+                let runs = page_runs(chunk)?;
+                shared_by_item_len(&self.kv, |item_len| item_run_list(&runs, item_len))?
+            }
+            KvRule::Heads(slices) => {
+                let runs = page_runs(chunk)?;
+                let mut shared: Vec<(TokenSlice, RunList)> = Vec::new();
+                let mut pairs = Vec::with_capacity(self.kv.len());
+                for (bounds, slice) in self.kv.iter().zip(slices) {
+                    let known = shared.iter().find(|(known, _)| known == slice);
+                    let list = match known {
+                        Some((_, list)) => list.clone(),
+                        None => {
+                            let list = slice.run_list(&runs)?;
+                            shared.push((*slice, list.clone()));
+                            list
+                        }
+                    };
+                    pairs.push(TensorPair {
+                        src: bounds.src,
+                        dst: bounds.dst,
+                        runs: list,
+                    });
+                }
+                pairs
+            }
+            KvRule::Tokens {
+                page_size,
+                dcp_size,
+                dcp_rank,
+                token_lens,
+                first_draft,
+            } => {
+                let tokens = dcp_tokens(&DcpChunk {
+                    src_pages: chunk.src_pages,
+                    dst_pages: chunk.dst_pages,
+                    page_size: *page_size,
+                    dcp_size: *dcp_size,
+                    dcp_rank: *dcp_rank,
+                    first_page: chunk.position as u64,
+                    decode_prefix_len: chunk.decode_prefix_len,
+                    num_tokens: Some(chunk.num_kv_tokens.ok_or_else(|| PlanError::Argument {
+                        what: "num_kv_tokens",
+                        detail:
+                            "pages are re-split by token, so the chunk must say how many".into(),
+                    })?),
+                })?;
+                let target = index_runs(&tokens.target_src, &tokens.target_dst)?;
+                let draft = index_runs(&tokens.draft_src, &tokens.draft_dst)?;
+                let mut pairs = Vec::with_capacity(self.kv.len());
+                for bounds in &self.kv {
+                    let runs = if bounds.src >= *first_draft {
+                        &draft
+                    } else {
+                        &target
+                    };
+                    let token_len = token_lens.get(bounds.src).copied().unwrap_or_default();
+                    let list = item_run_list(runs, token_len)?;
+                    pairs.push(TensorPair {
+                        src: bounds.src,
+                        dst: bounds.dst,
+                        runs: list,
+                    });
+                }
+                pairs
+            }
+        };
+        let plan = ComponentPlan {
+            component,
+            pairs,
+            truncated_items: 0,
+        };
+        check_ends(COMPONENT_KV, &plan, &self.kv)?;
+        Ok(plan)
+    }
+
+    /// The runs of one state component.
+    ///
+    /// # Errors
+    /// As [`PeerPlanner::check_state`].
+    pub fn plan_state(
+        &self,
+        index: u16,
+        src: &[i32],
+        dst: &[i32],
+    ) -> Result<ComponentPlan, PlanError> {
+        self.state(index)?
+            .plan(ComponentId::State(index), src, dst, self.options)
+    }
+
+    /// The runs of the auxiliary rows.
+    ///
+    /// # Errors
+    /// [`PlanError::OutOfBounds`].
+    pub fn plan_aux(&self, src_row: u32, dst_row: u32) -> Result<ComponentPlan, PlanError> {
+        self.check_aux(src_row)?;
+        check_row(Side::Decode, &self.aux, dst_row)?;
+        let run = [IndexRun {
+            src: src_row.into(),
+            dst: dst_row.into(),
+            count: 1,
+        }];
+        let pairs = shared_by_item_len(&self.aux, |item_len| item_run_list(&run, item_len))?;
+        let plan = ComponentPlan {
+            component: ComponentId::Aux,
+            pairs,
+            truncated_items: 0,
+        };
+        check_ends(COMPONENT_AUX, &plan, &self.aux)?;
+        Ok(plan)
+    }
+
+    /// How many state components both sides have.
+    pub fn state_count(&self) -> usize {
+        self.states.len()
+    }
+
+    fn state(&self, index: u16) -> Result<&StatePlanner, PlanError> {
+        self.states
+            .get(usize::from(index))
+            .ok_or_else(|| PlanError::Argument {
+                what: "state component",
+                detail: format!(
+                    "there is no component {index}, there are {}",
+                    self.states.len()
+                ),
+            })
+    }
+}
+
+fn kv_rule(
+    local: &RankLayout,
+    parallel: &ParallelConfig,
+    peer: &PeerLayout,
+    tp: TpPair,
+) -> Result<(Vec<ItemBounds>, KvRule), PlanError> {
+    let kv = &local.kv;
+    let latent = kv.attention != AttentionKind::Mha;
+    let (src_count, dst_count) = (kv.tensors.len(), peer.kv.len());
+    let start_layer = kv.start_layer as usize;
+    let num_draft = kv.num_draft_entries as usize;
+    let pairs = if latent {
+        mla_pairs(
+            src_count,
+            dst_count,
+            start_layer,
+            &kv.layer_ids,
+            &peer.kv_layer_ids,
+            num_draft,
+        )?
+    } else {
+        // A prefill of one stage holds the whole model: what the decode has beyond it is a draft.
+        let surplus = (dst_count / 2).saturating_sub(src_count / 2);
+        let draft_layers = if parallel.pp_size == 1 { surplus } else { 0 };
+        mha_pairs(
+            src_count,
+            dst_count,
+            start_layer,
+            &kv.layer_ids,
+            &peer.kv_layer_ids,
+            draft_layers,
+        )?
+    };
+    let prefill_dcp = (parallel.dcp_size, parallel.dcp_rank);
+    let resplit = needs_resplit(prefill_dcp, (peer.dcp_size, peer.dcp_rank), latent)?;
+    let first_item_len = peer
+        .kv
+        .first()
+        .and_then(|tensor| tensor.item_len_opt)
+        .map(|length| length.0);
+    let known_item_len = |dst: usize| first_item_len.filter(|_| dst == 0);
+    let mut bounds = Vec::with_capacity(pairs.len());
+    for (src, dst) in pairs {
+        let (Some(source), Some(target)) = (kv.tensors.get(src), peer.kv.get(dst)) else {
+            continue;
+        };
+        if is_elided(source, target) {
+            continue;
+        }
+        bounds.push(ItemBounds {
+            src,
+            dst,
+            src_bytes: source.bytes.0,
+            src_item_len: source.item_len.0,
+            dst_bytes: target.bytes.0,
+            dst_item_len: source.item_len.0,
+        });
+    }
+    let geometry = |detail: String| PlanError::Geometry {
+        component: COMPONENT_KV,
+        detail,
+    };
+    if resplit {
+        let src_lens: Vec<u64> = kv.tensors.iter().map(|tensor| tensor.item_len.0).collect();
+        let dst_lens: Vec<Option<u64>> = (0..dst_count).map(known_item_len).collect();
+        let page_size = u64::from(local.page_size);
+        let dcp_size = u64::from(peer.dcp_size);
+        let token_lens = token_lens(&src_lens, &dst_lens, page_size, dcp_size, num_draft)?;
+        let first_draft = src_count.saturating_sub(num_draft);
+        for entry in bounds.iter_mut().filter(|entry| entry.src >= first_draft) {
+            entry.dst_item_len = entry.src_item_len.saturating_mul(dcp_size);
+        }
+        let dcp_rank = u64::from(peer.dcp_rank);
+        return Ok((
+            bounds,
+            KvRule::Tokens {
+                page_size,
+                dcp_size,
+                dcp_rank,
+                token_lens,
+                first_draft,
+            },
+        ));
+    }
+    if !latent && !tp.is_equal() {
+        let mut slices = Vec::with_capacity(bounds.len());
+        for entry in &mut bounds {
+            let slice = TokenSlice::new(
+                COMPONENT_KV,
+                tp,
+                total_heads(local, parallel),
+                local.page_size,
+                entry.src_item_len,
+                known_item_len(entry.dst),
+            )?;
+            entry.dst_item_len = slice.dst_item_len;
+            slices.push(slice);
+        }
+        let sends = tp.sends_heads(total_heads(local, parallel));
+        return Ok((
+            bounds,
+            if sends {
+                KvRule::Heads(slices)
+            } else {
+                KvRule::Nothing
+            },
+        ));
+    }
+    for entry in &bounds {
+        if let Some(dst_item_len) =
+            known_item_len(entry.dst).filter(|length| *length != entry.src_item_len)
+        {
+            return Err(geometry(format!(
+                "a page has {} bytes at the prefill and {dst_item_len} at the decode (page size or \
+                 data type differ)",
+                entry.src_item_len
+            )));
+        }
+    }
+    let sends = !latent || tp.sends_replicated();
+    Ok((
+        bounds,
+        if sends {
+            KvRule::Pages
+        } else {
+            KvRule::Nothing
+        },
+    ))
+}
+
+/// KV heads of the model. Engines that do not say give heads per rank times TP, as SGLang does.
+pub(crate) fn total_heads(local: &RankLayout, parallel: &ParallelConfig) -> u32 {
+    match local.kv.total_head_num {
+        0 => local.kv.head_num.saturating_mul(parallel.tp_size),
+        total => total,
+    }
+}
+
+/// The announced pages that a chunk's pages go to.
+fn announced_pages<'a>(chunk: &KvChunk<'a>) -> Result<&'a [i32], PlanError> {
+    let end = chunk.position.saturating_add(chunk.src_pages.len());
+    chunk
+        .dst_pages
+        .get(chunk.position..end)
+        .ok_or(PlanError::ChunkBeyondAnnouncement {
+            position: chunk.position,
+            end,
+            announced: chunk.dst_pages.len(),
+        })
+}
+
+fn page_runs(chunk: &KvChunk<'_>) -> Result<Vec<IndexRun>, PlanError> {
+    paired_runs(chunk.src_pages, announced_pages(chunk)?)
+}
+
+pub(crate) fn paired_runs(src: &[i32], dst: &[i32]) -> Result<Vec<IndexRun>, PlanError> {
+    let widened = |indices: &[i32]| {
+        indices
+            .iter()
+            .map(|index| i64::from(*index))
+            .collect::<Vec<_>>()
+    };
+    index_runs(&widened(src), &widened(dst))
+}
+
+/// One run list for each item length, shared by the pairs that have it.
+pub(crate) fn shared_by_item_len(
+    bounds: &[ItemBounds],
+    run_list: impl Fn(u64) -> Result<RunList, PlanError>,
+) -> Result<Vec<TensorPair>, PlanError> {
+    let mut shared: Vec<(u64, RunList)> = Vec::new();
+    let mut pairs = Vec::with_capacity(bounds.len());
+    for entry in bounds {
+        let known = shared
+            .iter()
+            .find(|(item_len, _)| *item_len == entry.src_item_len);
+        let runs = match known {
+            Some((_, runs)) => runs.clone(),
+            None => {
+                let runs = run_list(entry.src_item_len)?;
+                shared.push((entry.src_item_len, runs.clone()));
+                runs
+            }
+        };
+        if runs.ranges() > 0 {
+            pairs.push(TensorPair {
+                src: entry.src,
+                dst: entry.dst,
+                runs,
+            });
+        }
+    }
+    Ok(pairs)
+}
