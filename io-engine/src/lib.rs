@@ -1,1 +1,42 @@
+//! Registered memory, sessions, and batched one-sided writes between processes.
+//!
+//! What it does: an [`Engine`] registers [`Memory`] as [`Region`]s, tells peers of them in
+//! descriptors, and opens a [`Session`] to a peer's engine over one [`TransportKind`], chosen once.
+//! A [`WriteBatch`] names pairs of regions and the runs between them; its [`TransferHandle`] can be
+//! awaited from any executor or waited for by a thread.
+//!
+//! What is absent on purpose: rooms, components, SGLang. A region has a label, which is text.
+//!
+//! Invariants:
+//! * completion means that the bytes are in the remote memory;
+//! * a write is checked against the registration (region, key, offset, length) before it moves a
+//!   byte: by the receiver (`tcp`), or against a table that came over a proven socket (`cma`);
+//! * an error says whether it is proved that the batch writes no more
+//!   ([`TransportError::is_quiesced`]);
+//! * a batch in flight owns the memory it reads and, in the same process, the memory it writes;
+//!   a mapping that a peer was told of stays mapped until that peer's connection is gone;
+//! * no slice or reference is ever made over pool memory, because other processes write there:
+//!   bytes are copied between raw pointers, or by the kernel.
+//!
+//! This is the only crate with unsafe code; the system calls are in `sys`.
 
+#![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
+
+mod engine;
+mod error;
+mod fault;
+mod memory;
+mod region;
+mod session;
+mod status;
+mod sys;
+mod transport;
+
+pub use engine::{Engine, EngineConfig};
+pub use error::{TransportError, TransportErrorKind};
+pub use fault::{FaultKind, FaultSpec};
+pub use memory::Memory;
+pub use region::{Location, Region, RemoteRegion};
+pub use session::{Session, WriteBatch, WritePair};
+pub use status::{TransferHandle, Transferred};
+pub use transport::TransportKind;

@@ -1,0 +1,136 @@
+//! Why a transfer or a connection failed.
+
+use std::io;
+
+/// What kind of failure it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum TransportErrorKind {
+    /// A range leaves its region.
+    OutOfBounds,
+    /// A region is not registered, or not any more.
+    NotRegistered,
+    /// The key of a region is wrong.
+    BadKey,
+    /// No transport is offered by both sides.
+    NoCommonTransport,
+    /// The peer cannot be reached.
+    Unreachable,
+    /// The operating system forbids it.
+    PermissionDenied,
+    /// The peer's process is gone.
+    PeerDead,
+    /// The peer did not answer in time.
+    Timeout,
+    /// The batch was cancelled.
+    Cancelled,
+    /// The peer said something that is not in the protocol.
+    Protocol,
+    /// The session or engine was closed.
+    Closed,
+    /// Memory could not be had or mapped.
+    Memory,
+    /// An injected fault.
+    Injected,
+    /// Any other error of the operating system.
+    Io,
+}
+
+impl TransportErrorKind {
+    /// The metric label.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::OutOfBounds => "out_of_bounds",
+            Self::NotRegistered => "not_registered",
+            Self::BadKey => "bad_key",
+            Self::NoCommonTransport => "no_common_transport",
+            Self::Unreachable => "unreachable",
+            Self::PermissionDenied => "permission_denied",
+            Self::PeerDead => "peer_dead",
+            Self::Timeout => "timeout",
+            Self::Cancelled => "cancelled",
+            Self::Protocol => "protocol",
+            Self::Closed => "closed",
+            Self::Memory => "memory",
+            Self::Injected => "injected",
+            Self::Io => "io",
+        }
+    }
+}
+
+/// A failure, in words for a person, with what a caller may decide on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct TransportError {
+    kind: TransportErrorKind,
+    message: String,
+    quiesced: bool,
+}
+
+impl TransportError {
+    /// A failure of which it is proved that nothing will be written any more (usually because
+    /// nothing was begun).
+    pub fn quiesced(kind: TransportErrorKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+            quiesced: true,
+        }
+    }
+
+    /// A failure after which bytes that were sent may still land.
+    pub fn unproved(kind: TransportErrorKind, message: impl Into<String>) -> Self {
+        Self {
+            kind,
+            message: message.into(),
+            quiesced: false,
+        }
+    }
+
+    /// An error of the operating system, with what was tried.
+    pub(crate) fn io(what: impl std::fmt::Display, error: &io::Error) -> Self {
+        let kind = match error.kind() {
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => TransportErrorKind::Timeout,
+            io::ErrorKind::PermissionDenied => TransportErrorKind::PermissionDenied,
+            io::ErrorKind::ConnectionRefused
+            | io::ErrorKind::NotFound
+            | io::ErrorKind::HostUnreachable
+            | io::ErrorKind::NetworkUnreachable => TransportErrorKind::Unreachable,
+            io::ErrorKind::ConnectionReset
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::ConnectionAborted => TransportErrorKind::PeerDead,
+            _ => TransportErrorKind::Io,
+        };
+        Self::quiesced(kind, format!("{what}: {error}"))
+    }
+
+    /// The same failure, without the proof that writes have stopped.
+    pub(crate) fn without_proof(mut self) -> Self {
+        self.quiesced = false;
+        self
+    }
+
+    /// What kind of failure it was.
+    pub const fn kind(&self) -> TransportErrorKind {
+        self.kind
+    }
+
+    /// Whether a new session may succeed where this one failed.
+    pub const fn is_retryable(&self) -> bool {
+        matches!(
+            self.kind,
+            TransportErrorKind::Unreachable
+                | TransportErrorKind::PeerDead
+                | TransportErrorKind::Timeout
+                | TransportErrorKind::Closed
+                | TransportErrorKind::Io
+        )
+    }
+
+    /// Whether it is proved that no byte of the batch will be written any more. Only then may the
+    /// destination be used for something else.
+    pub const fn is_quiesced(&self) -> bool {
+        self.quiesced
+    }
+}

@@ -1,0 +1,277 @@
+//! The system calls, each behind a safe function or one whose contract is stated.
+
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::ptr::NonNull;
+
+/// Ranges of one vectored call; the kernel's limit is 1,024.
+pub(crate) const MAX_VECTORS: usize = 512;
+
+fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+fn check_len(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+/// An anonymous file in memory that can be sealed.
+pub(crate) fn memfd(name: &CStr) -> io::Result<OwnedFd> {
+    // SAFETY: `name` is a valid C string for the length of the call; the kernel keeps a copy.
+    let fd = check(unsafe {
+        libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING)
+    })?;
+    // SAFETY: the kernel just returned this descriptor to us, and nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Gives a file its size and its space, so that a later access cannot fail for want of memory.
+/// The kernel's internal memory file system has no limit: it would take pages until the
+/// out-of-memory killer comes, so what is missing is compared with what is available first.
+pub(crate) fn allocate_space(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
+    use std::os::unix::fs::MetadataExt;
+    const BLOCK_BYTES: u64 = 512;
+    let taken = File::from(fd.try_clone_to_owned()?).metadata()?.blocks() * BLOCK_BYTES;
+    let missing = len.saturating_sub(taken);
+    let available = available_memory()?;
+    if missing > available {
+        return Err(io::Error::new(
+            io::ErrorKind::OutOfMemory,
+            format!("{missing} bytes are needed and this host has {available} bytes available"),
+        ));
+    }
+    let len = i64::try_from(len).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+    // SAFETY: takes no pointers; the descriptor is borrowed for the length of the call.
+    match unsafe { libc::posix_fallocate(fd.as_raw_fd(), 0, len) } {
+        0 => Ok(()),
+        code => Err(io::Error::from_raw_os_error(code)),
+    }
+}
+
+/// `MemAvailable` of `/proc/meminfo`, in bytes.
+fn available_memory() -> io::Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.and_then(|kib| kib.checked_mul(1024))
+        .ok_or_else(|| io::Error::other("/proc/meminfo does not say what memory is available"))
+}
+
+/// The seals of a memfd.
+pub(crate) fn seals(fd: BorrowedFd<'_>) -> io::Result<i32> {
+    // SAFETY: takes no pointers; the descriptor is borrowed for the length of the call.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) })
+}
+
+/// Adds seals to a memfd.
+pub(crate) fn add_seals(fd: BorrowedFd<'_>, seals: i32) -> io::Result<()> {
+    // SAFETY: takes no pointers; the descriptor is borrowed for the length of the call.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }).map(|_| ())
+}
+
+/// The size of a file.
+pub(crate) fn file_len(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    Ok(File::from(fd.try_clone_to_owned()?).metadata()?.len())
+}
+
+/// A shared mapping of a whole file, unmapped on drop.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    address: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is plain memory owned by this value; it is only touched through raw copies,
+// which have no thread affinity.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; concurrent raw copies are as (un)ordered as those of other processes that map
+// the same pages, and no reference to the bytes is ever made.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes of a file, readable and writable. `len` must not be 0.
+    pub(crate) fn new(fd: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
+        // SAFETY: a null hint and a length; the kernel picks the place, so no existing mapping is
+        // touched, and the descriptor is borrowed for the length of the call.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let address = NonNull::new(address.cast()).ok_or_else(io::Error::last_os_error)?;
+        Ok(Self { address, len })
+    }
+
+    /// The address of a byte; `None` unless `offset + len` lies inside.
+    pub(crate) fn range(&self, offset: u64, len: u64) -> Option<*mut u8> {
+        let end = offset.checked_add(len)?;
+        if end > self.len as u64 {
+            return None;
+        }
+        let offset = usize::try_from(offset).ok()?;
+        // SAFETY: `offset <= end <= self.len`, so the result is inside the mapping or one past its
+        // end; the mapping lives as long as `self`.
+        Some(unsafe { self.address.as_ptr().add(offset) })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the address and length are those of a mapping that `new` made and nobody else
+        // unmaps; users hold the owner for as long as they use an address of it.
+        let result = unsafe { libc::munmap(self.address.as_ptr().cast(), self.len) };
+        if result != 0 {
+            tracing::error!(error = %io::Error::last_os_error(), "a mapping could not be unmapped");
+        }
+    }
+}
+
+/// Copies between two ranges that may belong to other processes too.
+///
+/// # Safety
+/// `src` must be readable and `dst` writable for `len` bytes for the length of the call, and the
+/// two ranges must not overlap.
+pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    // SAFETY: the caller's contract is exactly this function's.
+    unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
+}
+
+/// One range of a vectored call.
+pub(crate) type IoVec = libc::iovec;
+
+/// A range of this process's or, for `write_to_process`, of another process's memory.
+pub(crate) fn io_vec(address: u64, len: u64) -> IoVec {
+    IoVec {
+        iov_base: address as usize as *mut libc::c_void,
+        iov_len: len as usize,
+    }
+}
+
+/// Writes local ranges into another process's memory; returns the bytes moved, which may be fewer.
+///
+/// # Safety
+/// The local ranges must be readable for the length of the call. (The remote ranges are checked by
+/// the kernel against the other process's mappings.)
+pub(crate) unsafe fn write_to_process(
+    pid: i32,
+    local: &[IoVec],
+    remote: &[IoVec],
+) -> io::Result<usize> {
+    // SAFETY: both arrays are valid for their lengths; the caller guarantees the local ranges.
+    check_len(unsafe {
+        libc::process_vm_writev(
+            pid,
+            local.as_ptr(),
+            local.len() as libc::c_ulong,
+            remote.as_ptr(),
+            remote.len() as libc::c_ulong,
+            0,
+        )
+    })
+}
+
+/// Sends local ranges; returns the bytes sent, which may be fewer.
+///
+/// # Safety
+/// The ranges must be readable for the length of the call.
+pub(crate) unsafe fn send_vectored(fd: BorrowedFd<'_>, ranges: &[IoVec]) -> io::Result<usize> {
+    // SAFETY: an all-zero `msghdr` is a valid empty message; the fields set below are valid for
+    // the length of the call, and the caller guarantees the ranges. The kernel does not write
+    // through the array although its type says `*mut`.
+    check_len(unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        message.msg_iov = ranges.as_ptr().cast_mut();
+        message.msg_iovlen = ranges.len();
+        libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL)
+    })
+}
+
+/// Receives into ranges of this process; returns the bytes received, 0 at the end of the stream.
+///
+/// # Safety
+/// The ranges must be writable for the length of the call, and no reference to them may exist.
+pub(crate) unsafe fn receive_vectored(fd: BorrowedFd<'_>, ranges: &[IoVec]) -> io::Result<usize> {
+    // SAFETY: the array is valid for its length; the caller guarantees the ranges.
+    check_len(unsafe { libc::readv(fd.as_raw_fd(), ranges.as_ptr(), ranges.len() as libc::c_int) })
+}
+
+/// Whether a stream's other end is still there: true unless its end or an error is pending.
+pub(crate) fn is_connected(fd: BorrowedFd<'_>) -> bool {
+    let mut byte = 0u8;
+    // SAFETY: the buffer is one byte and lives for the length of the call.
+    let result = unsafe {
+        libc::recv(
+            fd.as_raw_fd(),
+            std::ptr::from_mut(&mut byte).cast(),
+            1,
+            libc::MSG_PEEK | libc::MSG_DONTWAIT,
+        )
+    };
+    result > 0 || (result < 0 && io::Error::last_os_error().kind() == io::ErrorKind::WouldBlock)
+}
+
+/// Who is at the other end of a Unix socket, as the kernel knows it.
+pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the buffer has the length that is given and both live for the length of the call.
+    check(unsafe {
+        libc::getsockopt(
+            stream.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            std::ptr::from_mut(&mut credentials).cast(),
+            &mut len,
+        )
+    })?;
+    Ok(credentials)
+}
+
+/// This process's effective user.
+pub(crate) fn effective_uid() -> u32 {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// A descriptor that becomes readable when the process exits.
+pub(crate) fn pidfd(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: takes two integers.
+    let result = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    let fd = i32::try_from(result).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
+    let fd = check(fd)?;
+    // SAFETY: the kernel just returned this descriptor to us, and nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Whether the process behind a pidfd has exited.
+pub(crate) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
+    let mut poll = libc::pollfd {
+        fd: pidfd.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one valid entry, and a timeout of 0 returns at once.
+    let ready = unsafe { libc::poll(&mut poll, 1, 0) };
+    ready > 0 && poll.revents != 0
+}

@@ -1,0 +1,226 @@
+//! The framing of the TCP transport; both ends are Ferry engines. Integers are little-endian.
+//!
+//! ```text
+//! hello    "FRYT" | u16 version | 16 bytes: instance of the engine that is meant
+//! welcome  "FRYT" | u16 version
+//! write    u8 1 | u64 piece | u32 groups | u32 ranges | u64 payload bytes
+//!          then for each group: u32 region | 16 bytes key | u32 ranges of it
+//!          then for each range: u64 offset | u64 bytes
+//!          then the payload, range after range
+//! answer   u64 piece | u8 code | u16 length | text
+//! ```
+//! The receiver checks the whole header (regions, keys, bounds, and that the sums agree) before it
+//! reads a byte of payload into memory. It answers each piece once the payload is in place, in
+//! order. A piece that is refused has its payload read and thrown away, so the stream goes on.
+
+use std::io;
+
+use crate::region::RegionKey;
+
+/// First bytes of a connection, in both directions.
+pub(crate) const MAGIC: [u8; 4] = *b"FRYT";
+/// Version of this framing.
+pub(crate) const VERSION: u16 = 1;
+/// Bytes of a hello.
+pub(crate) const HELLO_BYTES: usize = 22;
+/// Bytes of a welcome.
+pub(crate) const WELCOME_BYTES: usize = 6;
+/// Bytes of the fixed part of a write.
+pub(crate) const WRITE_BYTES: usize = 25;
+/// Bytes of one group.
+pub(crate) const GROUP_BYTES: usize = 24;
+/// Bytes of one range.
+pub(crate) const RANGE_BYTES: usize = 16;
+/// Bytes of the fixed part of an answer.
+pub(crate) const ANSWER_BYTES: usize = 11;
+/// Groups and ranges of one piece at most; senders stay far below.
+pub(crate) const MAX_RANGES: u32 = 4096;
+/// Payload of one piece at most; senders stay far below.
+pub(crate) const MAX_PAYLOAD: u64 = 64 << 20;
+
+const TYPE_WRITE: u8 = 1;
+
+/// What became of a piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AnswerCode {
+    Done,
+    NotRegistered,
+    BadKey,
+    OutOfBounds,
+    Unknown(u8),
+}
+
+impl AnswerCode {
+    pub(crate) const fn number(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::NotRegistered => 1,
+            Self::BadKey => 2,
+            Self::OutOfBounds => 3,
+            Self::Unknown(number) => number,
+        }
+    }
+
+    pub(crate) const fn from_number(number: u8) -> Self {
+        match number {
+            0 => Self::Done,
+            1 => Self::NotRegistered,
+            2 => Self::BadKey,
+            3 => Self::OutOfBounds,
+            other => Self::Unknown(other),
+        }
+    }
+}
+
+/// The fixed part of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WriteHeader {
+    pub piece: u64,
+    pub groups: u32,
+    pub ranges: u32,
+    pub payload: u64,
+}
+
+fn invalid(message: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, message.into())
+}
+
+/// Reads fixed fields from the front of a slice whose length the caller has made sure of.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
+        let (head, rest) = self
+            .0
+            .split_first_chunk::<N>()
+            .ok_or_else(|| invalid("a short field"))?;
+        self.0 = rest;
+        Ok(*head)
+    }
+}
+
+pub(crate) fn hello(instance: &[u8; 16]) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend(VERSION.to_le_bytes());
+    bytes.extend(instance);
+    bytes
+}
+
+pub(crate) fn check_hello(bytes: &[u8; HELLO_BYTES], instance: &[u8; 16]) -> io::Result<()> {
+    let mut fields = Fields(bytes);
+    if fields.take::<4>()? != MAGIC {
+        return Err(invalid("no ferry hello"));
+    }
+    let version = u16::from_le_bytes(fields.take()?);
+    if version != VERSION {
+        return Err(invalid(format!(
+            "framing version {version}, this engine speaks {VERSION}"
+        )));
+    }
+    if fields.take::<16>()? != *instance {
+        return Err(invalid("the hello is meant for another engine"));
+    }
+    Ok(())
+}
+
+pub(crate) fn welcome() -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend(VERSION.to_le_bytes());
+    bytes
+}
+
+pub(crate) fn check_welcome(bytes: &[u8; WELCOME_BYTES]) -> io::Result<()> {
+    if bytes[..] != welcome()[..] {
+        return Err(invalid(
+            "the peer's answer is no ferry welcome of this version",
+        ));
+    }
+    Ok(())
+}
+
+impl WriteHeader {
+    pub(crate) fn put(&self, bytes: &mut Vec<u8>) {
+        bytes.push(TYPE_WRITE);
+        bytes.extend(self.piece.to_le_bytes());
+        bytes.extend(self.groups.to_le_bytes());
+        bytes.extend(self.ranges.to_le_bytes());
+        bytes.extend(self.payload.to_le_bytes());
+    }
+
+    /// Reads and bounds the counts, so that memory can be taken for what follows.
+    pub(crate) fn parse(bytes: &[u8; WRITE_BYTES]) -> io::Result<Self> {
+        let mut fields = Fields(bytes);
+        let [kind] = fields.take::<1>()?;
+        if kind != TYPE_WRITE {
+            return Err(invalid(format!("message type {kind} is unknown")));
+        }
+        let header = Self {
+            piece: u64::from_le_bytes(fields.take()?),
+            groups: u32::from_le_bytes(fields.take()?),
+            ranges: u32::from_le_bytes(fields.take()?),
+            payload: u64::from_le_bytes(fields.take()?),
+        };
+        if header.groups > MAX_RANGES || header.ranges > MAX_RANGES || header.payload > MAX_PAYLOAD
+        {
+            return Err(invalid(format!("a piece beyond all limits: {header:?}")));
+        }
+        Ok(header)
+    }
+}
+
+/// Ranges of one region.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Group {
+    pub region: u32,
+    pub key: RegionKey,
+    pub ranges: u32,
+}
+
+impl Group {
+    pub(crate) fn put(&self, bytes: &mut Vec<u8>) {
+        bytes.extend(self.region.to_le_bytes());
+        bytes.extend(self.key.0);
+        bytes.extend(self.ranges.to_le_bytes());
+    }
+
+    pub(crate) fn parse(bytes: &[u8; GROUP_BYTES]) -> io::Result<Self> {
+        let mut fields = Fields(bytes);
+        Ok(Self {
+            region: u32::from_le_bytes(fields.take()?),
+            key: RegionKey(fields.take()?),
+            ranges: u32::from_le_bytes(fields.take()?),
+        })
+    }
+}
+
+pub(crate) fn put_range(bytes: &mut Vec<u8>, offset: u64, len: u64) {
+    bytes.extend(offset.to_le_bytes());
+    bytes.extend(len.to_le_bytes());
+}
+
+pub(crate) fn parse_range(bytes: &[u8; RANGE_BYTES]) -> io::Result<(u64, u64)> {
+    let mut fields = Fields(bytes);
+    Ok((
+        u64::from_le_bytes(fields.take()?),
+        u64::from_le_bytes(fields.take()?),
+    ))
+}
+
+pub(crate) fn answer(piece: u64, code: AnswerCode, text: &str) -> Vec<u8> {
+    let text = text.get(..text.len().min(1024)).unwrap_or_default();
+    let mut bytes = piece.to_le_bytes().to_vec();
+    bytes.push(code.number());
+    // At most 1,024, so it fits.
+    bytes.extend((text.len() as u16).to_le_bytes());
+    bytes.extend(text.as_bytes());
+    bytes
+}
+
+/// The fixed part of an answer: piece, code, length of the text.
+pub(crate) fn parse_answer(bytes: &[u8; ANSWER_BYTES]) -> io::Result<(u64, AnswerCode, usize)> {
+    let mut fields = Fields(bytes);
+    let piece = u64::from_le_bytes(fields.take()?);
+    let [code] = fields.take::<1>()?;
+    let length = u16::from_le_bytes(fields.take()?);
+    Ok((piece, AnswerCode::from_number(code), usize::from(length)))
+}
