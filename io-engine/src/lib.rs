@@ -32,6 +32,8 @@ mod status;
 mod sys;
 mod transport;
 
+// In the signatures below, so that a caller needs no other crate for them.
+pub use common::ids::{ByteLen, ByteOffset};
 pub use engine::{Engine, EngineConfig};
 pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};
