@@ -17,11 +17,18 @@ pub struct ApiError {
 impl ApiError {
     /// Joins the three parts.
     pub fn new(status: u16, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, code, message: message.into() }
+        Self {
+            status,
+            code,
+            message: message.into(),
+        }
     }
 
     /// The JSON body that goes over the wire.
     pub fn body(&self) -> ErrorBody {
-        ErrorBody { code: self.code.to_owned(), message: self.message.clone() }
+        ErrorBody {
+            code: self.code.to_owned(),
+            message: self.message.clone(),
+        }
     }
 }
