@@ -17,7 +17,12 @@ use crate::model::ModelName;
 /// when every byte that must have arrived has, every other byte is untouched, and the service's
 /// metrics agree with the bytes counted here.
 #[derive(Debug, Parser)]
-#[command(name = "ferry-demo", version, args_conflicts_with_subcommands = true)]
+#[command(
+    name = "ferry-demo",
+    version,
+    args_conflicts_with_subcommands = true,
+    args_override_self = true
+)]
 pub struct Cli {
     #[command(subcommand)]
     pub command_opt: Option<Command>,

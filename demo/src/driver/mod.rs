@@ -12,6 +12,7 @@ mod stage;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::args::RunArgs;
 use crate::layout::Side;
@@ -28,44 +29,67 @@ pub fn run(args: RunArgs) -> Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    runtime.block_on(async {
-        let mut terminate =
-            tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
-        tokio::select! {
-            outcome = demonstrate(args) => outcome.map(|()| ExitCode::SUCCESS),
-            _ = tokio::signal::ctrl_c() => {
-                eprintln!("\ninterrupted; every process that was started has been stopped");
-                Ok(ExitCode::from(INTERRUPTED))
-            }
-            _ = terminate.recv() => {
-                eprintln!("\nterminated; every process that was started has been stopped");
-                Ok(ExitCode::from(INTERRUPTED))
-            }
-        }
-    })
+    runtime.block_on(demonstrate(args))
 }
 
-async fn demonstrate(args: RunArgs) -> Result<()> {
+async fn demonstrate(args: RunArgs) -> Result<ExitCode> {
+    let mut interrupts = Interrupts::listen()?;
     let plan = RunPlan::new(args)?;
     println!("{}", plan.describe());
-    let mut stage = Stage::start(&plan).await?;
-    match run_on(&plan, &mut stage).await {
-        Ok(totals) => {
-            println!("{}", totals.conclusion());
-            print!("{}", stage.describe(plan.args.keep));
-            if plan.args.keep {
-                println!("everything is left running; press Ctrl-C to stop it");
-                return Err(stage.child_exited().await);
-            }
-            stage.stop().await;
-            Ok(())
-        }
-        Err(error) => {
-            let logs = stage.keep_logs();
-            stage.stop().await;
-            Err(error.context(format!("the demo failed (logs: {})", logs.display())))
+    let mut stage = tokio::select! {
+        stage = Stage::start(&plan) => stage?,
+        // What had started is killed as it is dropped.
+        name = interrupts.next() => return Ok(interrupted(name)),
+    };
+    let outcome = tokio::select! {
+        outcome = run_to_end(&plan, &mut stage) => outcome.map(|()| ExitCode::SUCCESS),
+        name = interrupts.next() => Ok(interrupted(name)),
+    };
+    let outcome = outcome.map_err(|error| {
+        let logs = stage.keep_logs();
+        error.context(format!("the demo failed (logs: {})", logs.display()))
+    });
+    stage.stop().await;
+    outcome
+}
+
+fn interrupted(name: &str) -> ExitCode {
+    eprintln!("\n{name}: stopping everything that was started");
+    ExitCode::from(INTERRUPTED)
+}
+
+/// The signals that end a run early.
+struct Interrupts {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Interrupts {
+    fn listen() -> Result<Self> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+        })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.interrupt.recv() => "interrupted",
+            _ = self.terminate.recv() => "terminated",
         }
     }
+}
+
+/// Runs, reports, and stays if that was asked for.
+async fn run_to_end(plan: &RunPlan, stage: &mut Stage) -> Result<()> {
+    let totals = run_on(plan, stage).await?;
+    println!("{}", totals.conclusion());
+    print!("{}", stage.describe(plan.args.keep));
+    if plan.args.keep {
+        println!("everything is left running; press Ctrl-C to stop it");
+        return Err(stage.child_exited().await);
+    }
+    Ok(())
 }
 
 async fn run_on(plan: &RunPlan, stage: &mut Stage) -> Result<Totals> {

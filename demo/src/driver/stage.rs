@@ -69,13 +69,13 @@ impl Stage {
         )
     }
 
-    /// Where metrics and the admin API can be read, or could be had they been left running.
+    /// Where metrics and the admin API can be read, if they are left running.
     pub fn describe(&self, keeps_running: bool) -> String {
         let bootstrap = format!("http://127.0.0.1:{}", self.engines.bootstrap_port);
         let heading = if keeps_running {
             "metrics and admin API:"
         } else {
-            "metrics and admin API, had they been left running (--keep):"
+            "metrics and admin API (gone now; --keep leaves everything running):"
         };
         format!(
             "{heading}\n\
