@@ -1,6 +1,7 @@
 //! An engine: its registered regions, its listeners, its copying workers.
 
 use std::collections::HashMap;
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixStream;
@@ -15,13 +16,14 @@ use common::wire::EngineDesc;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::fault::{FaultSpec, Faulty};
 use crate::memory::Memory;
-use crate::region::{Region, RegionKey, TAG_MAGIC};
+use crate::offer::Offer;
+use crate::region::{Region, RegionKey};
 use crate::session::{Session, WritePair};
-use crate::status::Status;
-use crate::transport::cma::{Cma, Peer};
+use crate::status::{Status, deadline_after};
+use crate::transport::cma::Cma;
 use crate::transport::local::Local;
 use crate::transport::queue::Taken;
-use crate::transport::same_host::{self, ProvenPeer};
+use crate::transport::same_host::{self, Connection, Secret};
 use crate::transport::tcp::{self, Tcp, TcpOptions};
 use crate::transport::{BatchQueue, Piece, Transport, TransportKind};
 
@@ -78,20 +80,15 @@ impl EngineConfig {
 /// Registered memory and the ways to and from it. Clones share it; threads and sockets end with
 /// [`Engine::shutdown`] or with the last clone.
 #[derive(Clone)]
-pub struct Engine {
-    inner: Arc<EngineInner>,
-    _owner: Arc<Owner>,
-}
+pub struct Engine(Arc<Owner>);
 
 /// Ends the engine's threads when the last handle of its users is gone; sessions and threads hold
 /// [`EngineInner`] weakly or for one batch.
-struct Owner(Weak<EngineInner>);
+struct Owner(Arc<EngineInner>);
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if let Some(inner) = self.0.upgrade() {
-            inner.shutdown();
-        }
+        self.0.shutdown();
     }
 }
 
@@ -112,7 +109,14 @@ pub(crate) struct EngineInner {
     regions: RwLock<HashMap<u32, Region>>,
     next_region: AtomicU32,
     copies: Arc<BatchQueue<CopyJob>>,
-    adopted: Mutex<Vec<TcpStream>>,
+    /// Connections of `tcp` peers to this engine.
+    tcp_peers: Mutex<Vec<Weak<TcpStream>>>,
+    /// Connections of same-host peers to this engine.
+    same_host_peers: Mutex<Vec<Weak<Connection>>>,
+    /// Sessions from this engine.
+    sessions: Mutex<Vec<Weak<dyn Transport>>>,
+    /// A secret in this process's memory; a peer that can read it can use `cma`.
+    secret: Secret,
     is_shut_down: AtomicBool,
     faults: Arc<AtomicU64>,
 }
@@ -144,8 +148,14 @@ impl Engine {
         let tcp_address = listener
             .local_addr()
             .map_err(|error| TransportError::io("the tcp address", &error))?;
-        let unix_listener = same_host::bind(&unix_name)
-            .map_err(|error| TransportError::io(format!("binding @{unix_name}"), &error))?;
+        // Who does not offer `cma` tells nobody where its regions are.
+        let unix_listener = match config.transports.contains(&TransportKind::Cma) {
+            true => Some(
+                same_host::bind(&unix_name)
+                    .map_err(|error| TransportError::io(format!("binding @{unix_name}"), &error))?,
+            ),
+            false => None,
+        };
         let inner = Arc::new(EngineInner {
             key: config.key.as_str().into(),
             instance,
@@ -154,7 +164,10 @@ impl Engine {
             regions: RwLock::default(),
             next_region: AtomicU32::new(0),
             copies: Arc::default(),
-            adopted: Mutex::default(),
+            tcp_peers: Mutex::default(),
+            same_host_peers: Mutex::default(),
+            sessions: Mutex::default(),
+            secret: Secret::new(random()?),
             is_shut_down: AtomicBool::new(false),
             faults: Arc::default(),
             config,
@@ -163,41 +176,33 @@ impl Engine {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .insert(instance, Arc::downgrade(&inner));
-        let engine = Self {
-            _owner: Arc::new(Owner(Arc::downgrade(&inner))),
-            inner,
-        };
-        for _ in 0..engine.inner.config.copy_threads.max(1) {
-            let queue = Arc::clone(&engine.inner.copies);
+        // From here on an early return ends what was started.
+        let engine = Self(Arc::new(Owner(Arc::clone(&inner))));
+        for _ in 0..inner.config.copy_threads.max(1) {
+            let queue = Arc::clone(&inner.copies);
             spawn("ferry-copy", move || copy_pieces(&queue))?;
         }
-        let weak = Arc::downgrade(&engine.inner);
-        if engine.inner.offers(TransportKind::Tcp) {
+        let weak = Arc::downgrade(&inner);
+        if inner.offers(TransportKind::Tcp) {
             let weak = Weak::clone(&weak);
             spawn("ferry-listen", move || tcp::server::serve(&listener, &weak))?;
         }
-        spawn("ferry-listen", move || {
-            same_host::serve(&unix_listener, &weak)
-        })?;
+        if let Some(listener) = unix_listener {
+            spawn("ferry-listen", move || same_host::serve(&listener, &weak))?;
+        }
         Ok(engine)
     }
 
     /// What peers are told: MoRI's elements, and a tag with what this engine offers behind them.
     pub fn desc(&self) -> EngineDesc {
-        let inner = &self.inner;
-        let offered = inner
-            .config
-            .transports
-            .iter()
-            .map(|kind| kind.name().into())
-            .collect();
-        let tag = rmpv::Value::Array(vec![
-            TAG_MAGIC.into(),
-            rmpv::Value::Array(offered),
-            inner.tcp_address.port().into(),
-            inner.unix_name.as_str().into(),
-            rmpv::Value::Binary(inner.instance.to_vec()),
-        ]);
+        let inner = self.inner();
+        let transports = inner.config.transports.iter();
+        let offer = Offer {
+            transports: transports.map(|kind| kind.name().to_owned()).collect(),
+            tcp_port: inner.tcp_address.port(),
+            unix_name: inner.unix_name.clone(),
+            instance: inner.instance,
+        };
         let host_file = |path: &str| {
             let text = std::fs::read_to_string(path).unwrap_or_default();
             text.trim().to_owned()
@@ -209,13 +214,13 @@ impl Engine {
             host: inner.config.host.clone(),
             port: inner.tcp_address.port(),
             pid: i64::from(std::process::id()),
-            extra: vec![tag],
+            extra: vec![offer.pack()],
         }
     }
 
     /// Where the `tcp` transport listens.
     pub fn tcp_address(&self) -> SocketAddr {
-        self.inner.tcp_address
+        self.inner().tcp_address
     }
 
     /// Registers a part of a pool under a new random key. `label` is what the owner calls it.
@@ -229,10 +234,11 @@ impl Engine {
         len: ByteLen,
         label: &str,
     ) -> Result<Region, TransportError> {
-        let inner = &self.inner;
+        let inner = self.inner();
         let id = inner.next_region.fetch_add(1, Ordering::Relaxed);
         let key = RegionKey(random()?);
-        let region = Region::new(memory, (offset, len), id, key, label, &inner.key)?;
+        let owner = (&inner.key, inner.instance);
+        let region = Region::new(memory, (offset, len), id, key, label, owner)?;
         let mut regions = inner
             .regions
             .write()
@@ -242,17 +248,29 @@ impl Engine {
     }
 
     /// Forgets a region: no write into it is let in any more, and those inside are waited for.
-    /// Whether all have left within the time. Its memory stays mapped while peers of this host
-    /// that were told of it are connected.
+    /// Whether all have left within the time; only then may its memory be used for something
+    /// else. Peers that write by `cma` are told to let go and must say that they have; the memory
+    /// stays mapped until they do, or are gone. A region of another engine is left alone.
     pub fn deregister(&self, region: &Region, timeout: Duration) -> bool {
-        let mut regions = self
-            .inner
+        let deadline = deadline_after(timeout);
+        let inner = self.inner();
+        if region.owner_instance() != &inner.instance {
+            return false;
+        }
+        let mut regions = inner
             .regions
             .write()
             .unwrap_or_else(PoisonError::into_inner);
         regions.remove(&region.id());
         drop(regions);
-        region.close(timeout)
+        // All are told before any is waited for.
+        let peers = inner.same_host_peers();
+        peers.iter().for_each(|peer| peer.forget(region.id()));
+        let left = region.close(deadline);
+        let released = peers
+            .iter()
+            .filter(|peer| !peer.wait_until_released(region.id(), deadline));
+        released.count() == 0 && left
     }
 
     /// Opens a session: picks the first transport in this engine's order that both sides offer and
@@ -263,11 +281,18 @@ impl Engine {
     pub fn connect(&self, remote: &EngineDesc) -> Result<Session, TransportError> {
         let offer = Offer::of(remote)?;
         let mut reasons = Vec::new();
-        for kind in &self.inner.config.transports {
-            match self.inner.open(*kind, remote, offer.as_ref()) {
+        let inner = self.inner();
+        for kind in &inner.config.transports {
+            match inner.open(*kind, remote, offer.as_ref()) {
                 Ok(transport) => {
-                    tracing::info!(peer = remote.key, transport = kind.name(), "session opened");
-                    return Ok(Session::new(self.inner.with_fault(transport), &remote.key));
+                    inner.adopt_session(&transport)?;
+                    tracing::info!(
+                        peer = remote.key,
+                        transport = kind.name(),
+                        passed_over = reasons.join("; "),
+                        "session opened"
+                    );
+                    return Ok(Session::new(inner.with_fault(transport), &remote.key));
                 }
                 Err(error) => reasons.push(format!("{kind}: {error}")),
             }
@@ -282,9 +307,14 @@ impl Engine {
         ))
     }
 
-    /// Ends the engine: its listeners, connections and workers. Batches in flight fail.
+    /// Ends the engine: its listeners, sessions and workers. Batches in flight fail. Peers that
+    /// write by `cma` are told; what they were told of stays mapped until they have let go.
     pub fn shutdown(&self) {
-        self.inner.shutdown();
+        self.inner().shutdown();
+    }
+
+    fn inner(&self) -> &Arc<EngineInner> {
+        &self.0.0
     }
 }
 
@@ -294,43 +324,6 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), Transpo
         .spawn(work)
         .map(|_| ())
         .map_err(|error| TransportError::io("starting a thread", &error))
-}
-
-/// What a Ferry engine offers in its descriptor's tag.
-struct Offer {
-    transports: Vec<String>,
-    tcp_port: u16,
-    unix_name: String,
-    instance: [u8; 16],
-}
-
-impl Offer {
-    /// `None` when the peer is no Ferry engine.
-    fn of(desc: &EngineDesc) -> Result<Option<Self>, TransportError> {
-        let tag = desc
-            .extra
-            .iter()
-            .filter_map(rmpv::Value::as_array)
-            .find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
-        let Some(elements) = tag else { return Ok(None) };
-        let parsed = (|| {
-            let transports = elements.get(1)?.as_array()?.iter();
-            Some(Self {
-                transports: transports
-                    .filter_map(|kind| kind.as_str().map(str::to_owned))
-                    .collect(),
-                tcp_port: u16::try_from(elements.get(2)?.as_u64()?).ok()?,
-                unix_name: elements.get(3)?.as_str()?.to_owned(),
-                instance: elements.get(4)?.as_slice()?.try_into().ok()?,
-            })
-        })();
-        parsed.map(Some).ok_or_else(|| {
-            TransportError::quiesced(
-                TransportErrorKind::Protocol,
-                format!("the capability tag of engine {} cannot be read", desc.key),
-            )
-        })
-    }
 }
 
 impl EngineInner {
@@ -363,12 +356,44 @@ impl EngineInner {
         self.is_shut_down.load(Ordering::Acquire)
     }
 
-    /// Remembers a connection that is to end with the engine.
-    pub(crate) fn adopt(&self, stream: &TcpStream) -> std::io::Result<()> {
-        let mut adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner);
-        adopted.retain(|stream| crate::sys::is_connected(std::os::fd::AsFd::as_fd(stream)));
-        adopted.push(stream.try_clone()?);
+    pub(crate) const fn secret(&self) -> &Secret {
+        &self.secret
+    }
+
+    /// Remembers a peer's connection, which is to end with the engine.
+    pub(crate) fn adopt_tcp(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
+        self.adopt(&self.tcp_peers, Arc::downgrade(stream))
+    }
+
+    /// Remembers a same-host peer, which is to be told when a region or the engine ends.
+    pub(crate) fn adopt_same_host(&self, connection: &Arc<Connection>) -> io::Result<()> {
+        self.adopt(&self.same_host_peers, Arc::downgrade(connection))
+    }
+
+    fn adopt_session(&self, transport: &Arc<dyn Transport>) -> Result<(), TransportError> {
+        self.adopt(&self.sessions, Arc::downgrade(transport))
+            .map_err(|error| {
+                TransportError::quiesced(TransportErrorKind::Closed, error.to_string())
+            })
+    }
+
+    /// `shutdown` sets its flag before it takes the list, so that it misses nothing.
+    fn adopt<T: ?Sized>(&self, list: &Mutex<Vec<Weak<T>>>, item: Weak<T>) -> io::Result<()> {
+        let mut list = list.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_shut_down() {
+            return Err(io::Error::other("the engine was shut down"));
+        }
+        list.retain(|item| item.strong_count() > 0);
+        list.push(item);
         Ok(())
+    }
+
+    fn same_host_peers(&self) -> Vec<Arc<Connection>> {
+        let peers = self
+            .same_host_peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        peers.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// Hands a batch to the copying workers.
@@ -407,7 +432,7 @@ impl EngineInner {
                 }
             };
         };
-        if !offer.transports.iter().any(|name| name == kind.name()) {
+        if !offer.has(kind) {
             return Err(none("the peer does not offer it"));
         }
         match kind {
@@ -420,8 +445,8 @@ impl EngineInner {
             }
             TransportKind::Cma => {
                 let timeout = self.config.connect_timeout;
-                let peer = ProvenPeer::connect(&offer.unix_name, offer.instance, timeout)?;
-                Ok(Arc::new(Cma::new(self, Peer::Proven(Arc::new(peer)))))
+                let cma = Cma::proven(self, &offer.unix_name, offer.instance, timeout)?;
+                Ok(Arc::new(cma))
             }
             TransportKind::Tcp => {
                 let options = TcpOptions {
@@ -453,7 +478,7 @@ impl EngineInner {
             pid,
             "the peer's pid and addresses are believed"
         );
-        Ok(Arc::new(Cma::new(self, Peer::Trusted { pid })))
+        Ok(Arc::new(Cma::believed(self, pid)?))
     }
 
     fn shutdown(&self) {
@@ -468,11 +493,15 @@ impl EngineInner {
             TransportErrorKind::Closed,
             "the engine was shut down",
         ));
-        let adopted =
-            std::mem::take(&mut *self.adopted.lock().unwrap_or_else(PoisonError::into_inner));
-        for stream in adopted {
+        for session in taken(&self.sessions) {
+            session.close();
+        }
+        for stream in taken(&self.tcp_peers) {
             // The peer may have closed it already; either way its thread ends.
             let _ = stream.shutdown(Shutdown::Both);
+        }
+        for connection in taken(&self.same_host_peers) {
+            connection.end();
         }
         // The listeners' threads block in accept: a connection makes them look at the flag.
         let wake = match self.tcp_address.ip() {
@@ -490,10 +519,17 @@ impl EngineInner {
             tracing::debug!(%error, "the tcp listener could not be woken");
         }
         let address = std::os::unix::net::SocketAddr::from_abstract_name(&self.unix_name);
-        if let Err(error) = address.and_then(|address| UnixStream::connect_addr(&address)) {
+        if self.offers(TransportKind::Cma)
+            && let Err(error) = address.and_then(|address| UnixStream::connect_addr(&address))
+        {
             tracing::debug!(%error, "the same-host listener could not be woken");
         }
     }
+}
+
+fn taken<T: ?Sized>(list: &Mutex<Vec<Weak<T>>>) -> Vec<Arc<T>> {
+    let list = std::mem::take(&mut *list.lock().unwrap_or_else(PoisonError::into_inner));
+    list.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// A worker of `local` and `cma`; one queue serves all sessions of an engine.

@@ -111,6 +111,12 @@ impl TransportError {
         self
     }
 
+    /// The same failure, of a batch of which nothing is under way.
+    pub(crate) fn with_proof(mut self) -> Self {
+        self.quiesced = true;
+        self
+    }
+
     /// What kind of failure it was.
     pub const fn kind(&self) -> TransportErrorKind {
         self.kind

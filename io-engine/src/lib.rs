@@ -14,7 +14,10 @@
 //! * an error says whether it is proved that the batch writes no more
 //!   ([`TransportError::is_quiesced`]);
 //! * a batch in flight owns the memory it reads and, in the same process, the memory it writes;
-//!   a mapping that a peer was told of stays mapped until that peer's connection is gone;
+//!   a mapping that a peer was told of stays mapped until that peer has let go of it or is gone;
+//! * after [`Engine::deregister`] has said true, nobody writes into the region any more;
+//! * a session that has failed, or was closed, stays so; threads and descriptors end with the last
+//!   handles;
 //! * no slice or reference is ever made over pool memory, because other processes write there:
 //!   bytes are copied between raw pointers, or by the kernel.
 //!
@@ -26,6 +29,7 @@ mod engine;
 mod error;
 mod fault;
 mod memory;
+mod offer;
 mod region;
 mod session;
 mod status;

@@ -1,7 +1,7 @@
 //! Registered memory, here and at the peer.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use common::ids::{ByteLen, ByteOffset};
 use common::wire::{MemoryDesc, MemoryLocation};
@@ -49,6 +49,7 @@ struct Registered {
     key: RegionKey,
     label: Arc<str>,
     engine_key: Arc<str>,
+    owner_instance: [u8; 16],
     gate: Mutex<Gate>,
     drained: Condvar,
 }
@@ -67,7 +68,7 @@ impl Region {
         id: u32,
         key: RegionKey,
         label: &str,
-        engine_key: &Arc<str>,
+        (engine_key, owner_instance): (&Arc<str>, [u8; 16]),
     ) -> Result<Self, TransportError> {
         memory.address(offset.get(), len.get())?;
         Ok(Self(Arc::new(Registered {
@@ -78,6 +79,7 @@ impl Region {
             key,
             label: label.into(),
             engine_key: Arc::clone(engine_key),
+            owner_instance,
             gate: Mutex::default(),
             drained: Condvar::new(),
         })))
@@ -184,9 +186,13 @@ impl Region {
         Ok(WriteGuard(self.clone()))
     }
 
+    /// The start of the engine that registered it; region numbers are unique within one.
+    pub(crate) fn owner_instance(&self) -> &[u8; 16] {
+        &self.0.owner_instance
+    }
+
     /// Lets no new writer in and waits for those inside. Whether all have left.
-    pub(crate) fn close(&self, timeout: Duration) -> bool {
-        let deadline = Instant::now() + timeout;
+    pub(crate) fn close(&self, deadline: Instant) -> bool {
         let mut gate = self.0.gate.lock().unwrap_or_else(PoisonError::into_inner);
         gate.closed = true;
         while gate.writers > 0 {

@@ -27,7 +27,8 @@ pub struct WriteBatch {
     pub pairs: Vec<WritePair>,
 }
 
-/// An open connection to a peer's engine over one transport. Clones share it.
+/// An open connection to a peer's engine over one transport. Clones share it; it is closed by
+/// [`Session::close`], with its engine, or with the last clone.
 #[derive(Clone)]
 pub struct Session {
     transport: Arc<dyn Transport>,
@@ -91,7 +92,7 @@ impl Session {
         TransferHandle(status)
     }
 
-    /// Closes the connection. Batches in flight fail.
+    /// Closes the connection. Batches in flight fail; each says whether its writes have stopped.
     pub fn close(&self) {
         self.transport.close();
     }

@@ -9,6 +9,14 @@ use std::time::{Duration, Instant};
 
 use crate::error::{TransportError, TransportErrorKind};
 
+/// Longer waits are cut to this, so that no caller's duration overflows an instant.
+const LONGEST_WAIT: Duration = Duration::from_secs(u32::MAX as u64);
+
+/// The instant at which a wait ends.
+pub(crate) fn deadline_after(timeout: Duration) -> Instant {
+    Instant::now() + timeout.min(LONGEST_WAIT)
+}
+
 /// What a completed batch moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transferred {
@@ -149,7 +157,7 @@ impl Status {
 impl TransferHandle {
     /// Waits for the end at most this long; `None` when the batch is still in flight.
     pub fn wait(&self, timeout: Duration) -> Option<TransferResult> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let mut inner = self.0.lock();
         loop {
             if let Some(result) = &inner.result {

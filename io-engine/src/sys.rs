@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
+use std::time::Duration;
 
 /// Ranges of one vectored call; the kernel's limit is 1,024.
 pub(crate) const MAX_VECTORS: usize = 512;
@@ -143,7 +144,9 @@ impl Drop for Mapping {
     }
 }
 
-/// Copies between two ranges that may belong to other processes too.
+/// Copies between two ranges that may belong to other processes too. What another process, or
+/// another copy of this one, writes meanwhile arrives torn: the result is some bytes, and it is
+/// for the protocol above to let nobody use them.
 ///
 /// # Safety
 /// `src` must be readable and `dst` writable for `len` bytes for the length of the call, and the
@@ -167,14 +170,15 @@ pub(crate) fn io_vec(address: u64, len: u64) -> IoVec {
 /// Writes local ranges into another process's memory; returns the bytes moved, which may be fewer.
 ///
 /// # Safety
-/// The local ranges must be readable for the length of the call. (The remote ranges are checked by
-/// the kernel against the other process's mappings.)
+/// The local ranges must be readable for the length of the call. The remote ranges are checked by
+/// the kernel against the other process's mappings; where that process is this one, they must be
+/// memory to which no reference exists.
 pub(crate) unsafe fn write_to_process(
     pid: i32,
     local: &[IoVec],
     remote: &[IoVec],
 ) -> io::Result<usize> {
-    // SAFETY: both arrays are valid for their lengths; the caller guarantees the local ranges.
+    // SAFETY: both arrays are valid for their lengths; the caller guarantees the ranges.
     check_len(unsafe {
         libc::process_vm_writev(
             pid,
@@ -185,6 +189,15 @@ pub(crate) unsafe fn write_to_process(
             0,
         )
     })
+}
+
+/// Reads another process's memory into a buffer; returns the bytes moved, which may be fewer.
+pub(crate) fn read_from_process(pid: i32, address: u64, out: &mut [u8]) -> io::Result<usize> {
+    let local = io_vec(out.as_mut_ptr() as u64, out.len() as u64);
+    let remote = io_vec(address, out.len() as u64);
+    // SAFETY: the only memory of this process that is written is `out`, which is borrowed
+    // exclusively; the remote range is checked by the kernel.
+    check_len(unsafe { libc::process_vm_readv(pid, &local, 1, &remote, 1, 0) })
 }
 
 /// Sends local ranges; returns the bytes sent, which may be fewer.
@@ -266,12 +279,38 @@ pub(crate) fn pidfd(pid: i32) -> io::Result<OwnedFd> {
 
 /// Whether the process behind a pidfd has exited.
 pub(crate) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
-    let mut poll = libc::pollfd {
-        fd: pidfd.as_raw_fd(),
+    matches!(wait_readable([pidfd], Some(Duration::ZERO)), Ok([true]))
+}
+
+/// Waits until a descriptor can be read or has failed; for ever without a timeout. Which are
+/// ready; none when the time is over or a signal came.
+pub(crate) fn wait_readable<const N: usize>(
+    fds: [BorrowedFd<'_>; N],
+    timeout_opt: Option<Duration>,
+) -> io::Result<[bool; N]> {
+    let mut polled = fds.map(|fd| libc::pollfd {
+        fd: fd.as_raw_fd(),
         events: libc::POLLIN,
         revents: 0,
-    };
-    // SAFETY: one valid entry, and a timeout of 0 returns at once.
-    let ready = unsafe { libc::poll(&mut poll, 1, 0) };
-    ready > 0 && poll.revents != 0
+    });
+    // Rounded up, so that a wait for a deadline does not return just before it again and again.
+    let milliseconds = timeout_opt.map_or(-1, |timeout| {
+        i32::try_from(timeout.as_micros().div_ceil(1000)).unwrap_or(i32::MAX)
+    });
+    // SAFETY: the entries are valid and as many as is said; the descriptors are borrowed for the
+    // length of the call.
+    let ready = unsafe { libc::poll(polled.as_mut_ptr(), N as libc::nfds_t, milliseconds) };
+    match check(ready) {
+        Ok(_) => Ok(polled.map(|entry| entry.revents != 0)),
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok([false; N]),
+        Err(error) => Err(error),
+    }
+}
+
+/// A counter that a thread can wait for together with sockets.
+pub(crate) fn event() -> io::Result<File> {
+    // SAFETY: takes two integers.
+    let fd = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
+    // SAFETY: the kernel just returned this descriptor to us, and nobody else owns it.
+    Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
 }

@@ -1,100 +1,170 @@
 //! Between two processes of one host and owner: `process_vm_writev`, straight from page to page.
+//!
+//! The kernel takes a pid, not a pidfd. A process that exits is noticed before each piece; between
+//! that look and the call its number could be given away only if the process were reaped, all
+//! numbers were used up once around, and the new one ran as the same user with memory at the same
+//! addresses.
 
 use std::io;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use crate::engine::{CopyWork, EngineInner};
 use crate::error::{TransportError, TransportErrorKind};
-use crate::region::RemoteRegion;
 use crate::session::WritePair;
 use crate::status::Status;
 use crate::sys::{self, IoVec, io_vec};
-use crate::transport::same_host::SharedPeer;
+use crate::transport::same_host::{Admitted, Link};
 use crate::transport::{Piece, Transport, TransportKind};
-
-/// Whose word is taken for where the peer's memory is.
-#[derive(Clone)]
-pub(crate) enum Peer {
-    /// The process and its regions are proved.
-    Proven(SharedPeer),
-    /// A pid and the addresses of its descriptors, believed because the operator said so.
-    Trusted { pid: i32 },
-}
-
-impl Peer {
-    fn pid(&self) -> i32 {
-        match self {
-            Self::Proven(peer) => peer.pid(),
-            Self::Trusted { pid } => *pid,
-        }
-    }
-
-    fn has_exited(&self) -> bool {
-        match self {
-            Self::Proven(peer) => peer.has_exited(),
-            Self::Trusted { .. } => false,
-        }
-    }
-
-    fn address_of(&self, remote: &RemoteRegion) -> Result<u64, TransportError> {
-        match self {
-            Self::Proven(peer) => peer.address_of(remote),
-            Self::Trusted { .. } => Ok(remote.claimed_address),
-        }
-    }
-}
 
 /// A connection to another process.
 pub(crate) struct Cma {
     engine: Weak<EngineInner>,
     peer: Peer,
-    closed: Mutex<bool>,
+}
+
+/// Whose word is taken for where the peer's memory is.
+enum Peer {
+    /// The process and its regions are proved.
+    Proven(Arc<Link>),
+    /// A pid and the addresses of its descriptors, believed because the operator said so.
+    Believed(Arc<BelievedPeer>),
+}
+
+struct BelievedPeer {
+    pid: i32,
+    pidfd: OwnedFd,
+    is_closed: AtomicBool,
 }
 
 impl Cma {
-    pub(crate) fn new(engine: &Arc<EngineInner>, peer: Peer) -> Self {
-        Self {
+    /// Connects to an engine's socket and takes the proof, which includes that its memory can be
+    /// reached.
+    pub(crate) fn proven(
+        engine: &Arc<EngineInner>,
+        socket_name: &str,
+        instance: [u8; 16],
+        timeout: Duration,
+    ) -> Result<Self, TransportError> {
+        let weak = Arc::downgrade(engine);
+        let begin = Box::new(move |admitted, pairs, status: Arc<Status>| {
+            submit(&weak, Destination::Proven(admitted), pairs, status);
+        });
+        let link = Link::connect(socket_name, instance, timeout, begin)?;
+        Ok(Self {
             engine: Arc::downgrade(engine),
-            peer,
-            closed: Mutex::new(false),
-        }
+            peer: Peer::Proven(link),
+        })
     }
 
-    fn is_closed(&self) -> bool {
-        *self.closed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The destination of one batch: the peer, and the address of each pair's remote region. Those are
-/// looked up by the first worker, all before any byte moves, because a lookup may ask the peer.
-struct CmaTarget {
-    peer: Peer,
-    bases: OnceLock<Result<Vec<u64>, TransportError>>,
-}
-
-impl CopyWork for CmaTarget {
-    fn copy(&self, pairs: &[WritePair], piece: &Piece) -> Result<(), TransportError> {
-        if self.peer.has_exited() {
+    /// Believes a pid, if it is a process of this user.
+    pub(crate) fn believed(engine: &Arc<EngineInner>, pid: i32) -> Result<Self, TransportError> {
+        let failed = |error: io::Error| TransportError::io(format!("process {pid}"), &error);
+        let pidfd = sys::pidfd(pid).map_err(failed)?;
+        let owner = std::fs::metadata(format!("/proc/{pid}"))
+            .map_err(failed)?
+            .uid();
+        if owner != sys::effective_uid() {
             return Err(TransportError::quiesced(
-                TransportErrorKind::PeerDead,
-                format!("the peer's process {} has exited", self.peer.pid()),
+                TransportErrorKind::PermissionDenied,
+                format!(
+                    "process {pid} belongs to user {owner}, this one to {}; run both as one user",
+                    sys::effective_uid()
+                ),
             ));
         }
-        let bases = self.bases.get_or_init(|| {
-            pairs
-                .iter()
-                .map(|pair| self.peer.address_of(&pair.remote))
-                .collect()
-        });
-        let bases = bases.as_ref().map_err(TransportError::clone)?;
+        let peer = BelievedPeer {
+            pid,
+            pidfd,
+            is_closed: AtomicBool::new(false),
+        };
+        Ok(Self {
+            engine: Arc::downgrade(engine),
+            peer: Peer::Believed(Arc::new(peer)),
+        })
+    }
+}
+
+impl BelievedPeer {
+    fn failure(&self) -> Option<TransportError> {
+        if self.is_closed.load(Ordering::Acquire) {
+            return Some(closed());
+        }
+        sys::has_exited(self.pidfd.as_fd()).then(|| {
+            TransportError::quiesced(
+                TransportErrorKind::PeerDead,
+                format!("the peer's process {} has exited", self.pid),
+            )
+        })
+    }
+}
+
+fn closed() -> TransportError {
+    TransportError::quiesced(TransportErrorKind::Closed, "the session is closed")
+}
+
+/// Where one batch goes, with the address of each pair's remote region.
+enum Destination {
+    Proven(Admitted),
+    Believed {
+        peer: Arc<BelievedPeer>,
+        addresses: Vec<u64>,
+    },
+}
+
+impl Destination {
+    fn failure(&self) -> Option<TransportError> {
+        match self {
+            Self::Proven(admitted) => admitted.link().failure(),
+            Self::Believed { peer, .. } => peer.failure(),
+        }
+    }
+
+    fn pid(&self) -> i32 {
+        match self {
+            Self::Proven(admitted) => admitted.link().pid(),
+            Self::Believed { peer, .. } => peer.pid,
+        }
+    }
+
+    fn addresses(&self) -> &[u64] {
+        match self {
+            Self::Proven(admitted) => admitted.addresses(),
+            Self::Believed { addresses, .. } => addresses,
+        }
+    }
+}
+
+fn submit(
+    engine: &Weak<EngineInner>,
+    destination: Destination,
+    pairs: Vec<WritePair>,
+    status: Arc<Status>,
+) {
+    match engine.upgrade() {
+        Some(engine) => engine.submit_copy(Arc::new(destination), pairs, status),
+        None => status.fail(closed()),
+    }
+}
+
+impl CopyWork for Destination {
+    fn copy(&self, pairs: &[WritePair], piece: &Piece) -> Result<(), TransportError> {
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        let addresses = self.addresses();
         let mut local: Vec<IoVec> = Vec::with_capacity(piece.ranges.len());
         let mut remote: Vec<IoVec> = Vec::with_capacity(piece.ranges.len());
         for range in &piece.ranges {
-            let (Some(pair), Some(base)) = (pairs.get(range.pair), bases.get(range.pair)) else {
+            let (Some(pair), Some(address)) = (pairs.get(range.pair), addresses.get(range.pair))
+            else {
                 continue;
             };
             let src = pair.local.address(range.src, range.len)?;
-            let dst = base.checked_add(range.dst).ok_or_else(|| {
+            let dst = address.checked_add(range.dst).ok_or_else(|| {
                 TransportError::quiesced(
                     TransportErrorKind::OutOfBounds,
                     "an address in the peer does not fit 64 bits",
@@ -103,7 +173,7 @@ impl CopyWork for CmaTarget {
             local.push(io_vec(src as u64, range.len));
             remote.push(io_vec(dst, range.len));
         }
-        write_all(self.peer.pid(), &mut local, &mut remote)
+        write_all(self.pid(), &mut local, &mut remote)
     }
 }
 
@@ -116,7 +186,9 @@ fn write_all(pid: i32, local: &mut [IoVec], remote: &mut [IoVec]) -> Result<(), 
             break;
         }
         // SAFETY: the local ranges were made from checked addresses of regions that the caller's
-        // pairs keep mapped.
+        // pairs keep mapped. Should the peer be this process, its table of regions, or the
+        // operator's word for its descriptors, says that the remote ranges are pool memory, to
+        // which no reference is ever made.
         let written = unsafe { sys::write_to_process(pid, local, remote) };
         let mut written = match written {
             Ok(0) => {
@@ -127,7 +199,7 @@ fn write_all(pid: i32, local: &mut [IoVec], remote: &mut [IoVec]) -> Result<(), 
             }
             Ok(written) => written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(explain(pid, &error)),
+            Err(error) => return Err(explain("process_vm_writev to", pid, &error)),
         };
         for (local, remote) in local.iter_mut().zip(remote.iter_mut()) {
             let step = written.min(local.iov_len);
@@ -145,7 +217,8 @@ fn write_all(pid: i32, local: &mut [IoVec], remote: &mut [IoVec]) -> Result<(), 
     Ok(())
 }
 
-fn explain(pid: i32, error: &io::Error) -> TransportError {
+/// What an error of reaching into a process means, and what can be changed.
+pub(crate) fn explain(what: &str, pid: i32, error: &io::Error) -> TransportError {
     let (kind, hint) = match error.raw_os_error() {
         Some(libc::EPERM) => (
             TransportErrorKind::PermissionDenied,
@@ -163,10 +236,7 @@ fn explain(pid: i32, error: &io::Error) -> TransportError {
         ),
         _ => (TransportErrorKind::Io, ""),
     };
-    TransportError::quiesced(
-        kind,
-        format!("process_vm_writev to process {pid}: {error}{hint}"),
-    )
+    TransportError::quiesced(kind, format!("{what} process {pid}: {error}{hint}"))
 }
 
 impl Transport for Cma {
@@ -175,25 +245,41 @@ impl Transport for Cma {
     }
 
     fn submit(&self, pairs: Vec<WritePair>, status: Arc<Status>) {
-        let closed = TransportError::quiesced(TransportErrorKind::Closed, "the session is closed");
-        let Some(engine) = self.engine.upgrade().filter(|_| !self.is_closed()) else {
-            return status.fail(closed);
-        };
-        let target = CmaTarget {
-            peer: self.peer.clone(),
-            bases: OnceLock::new(),
-        };
-        engine.submit_copy(Arc::new(target), pairs, status);
+        match &self.peer {
+            Peer::Proven(link) => link.admit(pairs, status),
+            Peer::Believed(peer) => {
+                let destination = Destination::Believed {
+                    peer: Arc::clone(peer),
+                    addresses: pairs
+                        .iter()
+                        .map(|pair| pair.remote.claimed_address)
+                        .collect(),
+                };
+                match destination.failure() {
+                    Some(error) => status.fail(error),
+                    None => submit(&self.engine, destination, pairs, status),
+                }
+            }
+        }
     }
 
     fn is_alive(&self) -> bool {
-        !self.is_closed() && !self.peer.has_exited()
+        match &self.peer {
+            Peer::Proven(link) => link.failure().is_none(),
+            Peer::Believed(peer) => peer.failure().is_none(),
+        }
     }
 
     fn close(&self) {
-        *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        if let Peer::Proven(peer) = &self.peer {
-            peer.close();
+        match &self.peer {
+            Peer::Proven(link) => link.end(closed()),
+            Peer::Believed(peer) => peer.is_closed.store(true, Ordering::Release),
         }
+    }
+}
+
+impl Drop for Cma {
+    fn drop(&mut self) {
+        self.close();
     }
 }

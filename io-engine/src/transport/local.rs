@@ -1,5 +1,6 @@
 //! Within one process: `memcpy` between two engines' regions, on the copying engine's workers.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::engine::{CopyWork, EngineInner};
@@ -14,6 +15,7 @@ use crate::transport::{Piece, Transport, TransportKind};
 pub(crate) struct Local {
     engine: Weak<EngineInner>,
     peer: Weak<EngineInner>,
+    is_closed: Arc<AtomicBool>,
 }
 
 impl Local {
@@ -21,17 +23,37 @@ impl Local {
         Self {
             engine: Arc::downgrade(engine),
             peer: Arc::downgrade(peer),
+            is_closed: Arc::default(),
         }
     }
+
+    /// The peer's engine, while it and the session live.
+    fn live_peer(&self) -> Result<Arc<EngineInner>, TransportError> {
+        if self.is_closed.load(Ordering::Acquire) {
+            return Err(closed());
+        }
+        let peer = self.peer.upgrade().filter(|peer| !peer.is_shut_down());
+        peer.ok_or_else(|| {
+            TransportError::quiesced(TransportErrorKind::PeerDead, "the peer's engine is gone")
+        })
+    }
+}
+
+fn closed() -> TransportError {
+    TransportError::quiesced(TransportErrorKind::Closed, "the session is closed")
 }
 
 /// The destination of one batch: its guards keep the regions registered until the batch ends.
 struct LocalTarget {
     guards: Vec<WriteGuard>,
+    is_closed: Arc<AtomicBool>,
 }
 
 impl CopyWork for LocalTarget {
     fn copy(&self, pairs: &[WritePair], piece: &Piece) -> Result<(), TransportError> {
+        if self.is_closed.load(Ordering::Acquire) {
+            return Err(closed());
+        }
         for range in &piece.ranges {
             let (Some(pair), Some(guard)) = (pairs.get(range.pair), self.guards.get(range.pair))
             else {
@@ -54,11 +76,19 @@ impl CopyWork for LocalTarget {
     }
 }
 
+/// Enters every pair's region, or none: a descriptor that promises more than is registered is
+/// refused before a byte moves.
+fn enter_all(engine: &EngineInner, pairs: &[WritePair]) -> Result<Vec<WriteGuard>, TransportError> {
+    let enter = |pair: &WritePair| {
+        let region = find_region(engine, &pair.remote)?;
+        region.address(0, pair.runs.dst_end().get())?;
+        region.begin_write()
+    };
+    pairs.iter().map(enter).collect()
+}
+
 /// The registration that a descriptor names.
-pub(crate) fn find_region(
-    engine: &EngineInner,
-    remote: &RemoteRegion,
-) -> Result<Region, TransportError> {
+fn find_region(engine: &EngineInner, remote: &RemoteRegion) -> Result<Region, TransportError> {
     let refused = |kind, what: &str| {
         TransportError::quiesced(
             kind,
@@ -80,25 +110,33 @@ impl Transport for Local {
     }
 
     fn submit(&self, pairs: Vec<WritePair>, status: Arc<Status>) {
-        let (Some(engine), Some(peer)) = (self.engine.upgrade(), self.peer.upgrade()) else {
-            return status.fail(TransportError::quiesced(
-                TransportErrorKind::PeerDead,
-                "the peer's engine is gone",
-            ));
+        let Some(engine) = self.engine.upgrade() else {
+            return status.fail(closed());
         };
-        let guards: Result<Vec<_>, _> = pairs
-            .iter()
-            .map(|pair| find_region(&peer, &pair.remote).and_then(|region| region.begin_write()))
-            .collect();
+        let guards = self.live_peer().and_then(|peer| enter_all(&peer, &pairs));
         match guards {
-            Ok(guards) => engine.submit_copy(Arc::new(LocalTarget { guards }), pairs, status),
+            Ok(guards) => {
+                let target = LocalTarget {
+                    guards,
+                    is_closed: Arc::clone(&self.is_closed),
+                };
+                engine.submit_copy(Arc::new(target), pairs, status);
+            }
             Err(error) => status.fail(error),
         }
     }
 
     fn is_alive(&self) -> bool {
-        self.peer.strong_count() > 0
+        self.live_peer().is_ok()
     }
 
-    fn close(&self) {}
+    fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        self.close();
+    }
 }

@@ -165,13 +165,16 @@ impl<W: Clone> BatchQueue<W> {
         let mut waiting = self.lock();
         loop {
             while let Some(mut batch) = waiting.batches.pop_front() {
-                if batch.status.is_stopping() {
-                    batch.status.exhausted();
-                    continue;
+                let stops = batch.status.is_stopping();
+                if !stops {
+                    batch.next_piece(piece);
                 }
-                batch.next_piece(piece);
-                if piece.ranges.is_empty() {
+                if stops || piece.ranges.is_empty() {
+                    // The end of a batch wakes its waiters and may unmap memory: not under the lock.
+                    drop(waiting);
                     batch.status.exhausted();
+                    drop(batch);
+                    waiting = self.lock();
                     continue;
                 }
                 batch.status.piece_taken();
@@ -211,12 +214,14 @@ impl<W: Clone> BatchQueue<W> {
         }
     }
 
-    /// Fails what waits and everything that comes later. The first reason stays.
+    /// Fails what waits and everything that comes later. The first reason stays. What nobody has
+    /// taken is proved not to be written; pieces that were taken are reported by who took them,
+    /// and such a report takes the proof away where it must.
     pub(crate) fn close(&self, error: &TransportError) {
         let mut waiting = self.lock();
         let reason = waiting
             .closed_opt
-            .get_or_insert_with(|| error.clone())
+            .get_or_insert_with(|| error.clone().with_proof())
             .clone();
         let batches = std::mem::take(&mut waiting.batches);
         drop(waiting);
@@ -226,8 +231,8 @@ impl<W: Clone> BatchQueue<W> {
             .for_each(|batch| batch.status.fail(reason.clone()));
     }
 
-    /// Whether the queue takes batches.
-    pub(crate) fn is_open(&self) -> bool {
-        self.lock().closed_opt.is_none()
+    /// Why the queue takes no batches; `None` while it does.
+    pub(crate) fn closed_reason(&self) -> Option<TransportError> {
+        self.lock().closed_opt.clone()
     }
 }

@@ -15,6 +15,8 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::sockopt;
+
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::RegionKey;
 use crate::session::WritePair;
@@ -26,6 +28,12 @@ use crate::transport::{BatchQueue, Piece, Transport, TransportKind};
 
 /// Pieces that a lane sends before it waits for the oldest one's answer.
 const UNANSWERED_PIECES: usize = 4;
+/// A silent connection is probed after this time.
+const PROBE_AFTER_IDLE: Duration = Duration::from_secs(30);
+/// Time between two probes that got no answer.
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
+/// So many probes without an answer end the connection.
+const PROBES_UNTIL_DEAD: u32 = 3;
 
 /// How a session connects.
 pub(crate) struct TcpOptions {
@@ -42,7 +50,7 @@ pub(crate) struct Tcp {
 
 struct Shared {
     queue: BatchQueue<()>,
-    streams: Vec<TcpStream>,
+    streams: Vec<Arc<TcpStream>>,
     peer: SocketAddr,
 }
 
@@ -56,26 +64,32 @@ impl Tcp {
     ) -> Result<Self, TransportError> {
         let what = format!("tcp to {host}:{port}");
         let failed = |error: io::Error| TransportError::io(&what, &error);
-        let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(failed)?.collect();
+        // Some write an IPv6 address in the brackets that it has in a URL.
+        let bare_host = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'))
+            .unwrap_or(host);
+        let addresses = (bare_host, port).to_socket_addrs().map_err(failed)?;
+        let addresses: Vec<SocketAddr> = addresses.collect();
         let mut streams = Vec::with_capacity(options.lanes);
         let mut peer = None;
         for _ in 0..options.lanes.max(1) {
             let (stream, address) = connect_any(&addresses, instance, options).map_err(failed)?;
             peer = Some(address);
-            streams.push(stream);
+            streams.push(Arc::new(stream));
         }
         let peer = peer.ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
-        let lanes: io::Result<Vec<TcpStream>> = streams.iter().map(TcpStream::try_clone).collect();
-        let lanes = lanes.map_err(failed)?;
-        let shared = Arc::new(Shared {
-            queue: BatchQueue::default(),
-            streams,
-            peer,
-        });
-        for stream in lanes {
+        let session = Self {
+            shared: Arc::new(Shared {
+                queue: BatchQueue::default(),
+                streams,
+                peer,
+            }),
+        };
+        for stream in &session.shared.streams {
             let lane = Lane {
-                stream,
-                shared: Arc::clone(&shared),
+                stream: Arc::clone(stream),
+                shared: Arc::clone(&session.shared),
                 unanswered: VecDeque::new(),
                 next: 0,
             };
@@ -84,7 +98,7 @@ impl Tcp {
                 .spawn(move || lane.run())
                 .map_err(failed)?;
         }
-        Ok(Self { shared })
+        Ok(session)
     }
 }
 
@@ -110,6 +124,7 @@ fn connect_one(
 ) -> io::Result<TcpStream> {
     let mut stream = TcpStream::connect_timeout(address, options.connect_timeout)?;
     stream.set_nodelay(true)?;
+    notice_dead_hosts(&stream)?;
     stream.set_read_timeout(Some(options.connect_timeout))?;
     stream.set_write_timeout(Some(options.stall_timeout))?;
     io::Write::write_all(&mut stream, &wire::hello(instance))?;
@@ -118,6 +133,16 @@ fn connect_one(
     wire::check_welcome(&welcome)?;
     stream.set_read_timeout(Some(options.stall_timeout))?;
     Ok(stream)
+}
+
+/// Lets the kernel probe an idle connection, so that a host which vanished without a word is
+/// noticed although nothing is sent.
+fn notice_dead_hosts(stream: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, PROBE_AFTER_IDLE)?;
+    sockopt::set_tcp_keepintvl(stream, PROBE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(stream, PROBES_UNTIL_DEAD)?;
+    Ok(())
 }
 
 impl Shared {
@@ -152,7 +177,7 @@ impl Transport for Tcp {
             .streams
             .iter()
             .all(|stream| sys::is_connected(stream.as_fd()));
-        self.shared.queue.is_open() && connected
+        self.shared.queue.closed_reason().is_none() && connected
     }
 
     fn close(&self) {
@@ -178,7 +203,7 @@ struct Unanswered {
 }
 
 struct Lane {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
     shared: Arc<Shared>,
     unanswered: VecDeque<Unanswered>,
     next: u64,
@@ -205,13 +230,13 @@ impl Lane {
                 } => {
                     let id = self.next;
                     self.next += 1;
-                    let sent = self.send_piece(id, &pairs, &piece, &mut header);
+                    // Owed from here on, whatever happens while it is sent.
                     self.unanswered.push_back(Unanswered {
                         id,
                         status,
-                        _pairs: pairs,
+                        _pairs: Arc::clone(&pairs),
                     });
-                    match sent {
+                    match self.send_piece(id, &pairs, &piece, &mut header) {
                         Ok(()) if self.unanswered.len() >= UNANSWERED_PIECES => self.read_answer(),
                         other => other,
                     }
@@ -223,16 +248,6 @@ impl Lane {
                     .fail(&TransportError::io(what, &error).without_proof());
                 break;
             }
-        }
-        let lost = TransportError::unproved(
-            TransportErrorKind::PeerDead,
-            format!(
-                "the connection to {} ended before the peer had answered",
-                self.shared.peer
-            ),
-        );
-        for unanswered in self.unanswered.drain(..) {
-            unanswered.status.piece_done(Err(lost.clone()));
         }
     }
 
@@ -320,10 +335,10 @@ impl Lane {
     /// Reads the oldest piece's answer.
     fn read_answer(&mut self) -> io::Result<()> {
         let mut fixed = [0; ANSWER_BYTES];
-        self.stream.read_exact(&mut fixed)?;
+        (&*self.stream).read_exact(&mut fixed)?;
         let (id, code, text_len) = wire::parse_answer(&fixed)?;
         let mut text = vec![0; text_len];
-        self.stream.read_exact(&mut text)?;
+        (&*self.stream).read_exact(&mut text)?;
         let Some(oldest) = self.unanswered.pop_front() else {
             return Err(io::Error::other("an answer that nothing asked for"));
         };
@@ -349,6 +364,24 @@ impl Lane {
             Err(io::Error::other("answers came out of order"))
         } else {
             Ok(())
+        }
+    }
+}
+
+impl Drop for Lane {
+    /// Also after a panic: a session without one of its lanes is dead, and what the peer has not
+    /// answered may still land.
+    fn drop(&mut self) {
+        self.shared.fail(&TransportError::unproved(
+            TransportErrorKind::Io,
+            format!("a lane to {} ended", self.shared.peer),
+        ));
+        let Some(first_cause) = self.shared.queue.closed_reason() else {
+            return;
+        };
+        let lost = first_cause.without_proof();
+        for unanswered in self.unanswered.drain(..) {
+            unanswered.status.piece_done(Err(lost.clone()));
         }
     }
 }

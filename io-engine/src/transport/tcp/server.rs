@@ -5,11 +5,12 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::engine::EngineInner;
 use crate::region::WriteGuard;
 use crate::sys::{self, IoVec, MAX_VECTORS, io_vec};
+use crate::transport::tcp::notice_dead_hosts;
 use crate::transport::tcp::wire::{
     self, AnswerCode, GROUP_BYTES, Group, HELLO_BYTES, RANGE_BYTES, WRITE_BYTES, WriteHeader,
 };
@@ -19,6 +20,9 @@ const MAX_CONNECTIONS: usize = 4096;
 /// A peer that has begun a hello or a piece must go on within this time.
 const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+/// The payload of a piece must be complete within this time: its regions cannot be deregistered
+/// before, and a peer that trickles would hold them.
+const PAYLOAD_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Accepts peers until the engine is gone. Runs on a thread of its own; each connection gets one.
 pub(crate) fn serve(listener: &TcpListener, engine: &Weak<EngineInner>) {
@@ -50,7 +54,7 @@ pub(crate) fn serve(listener: &TcpListener, engine: &Weak<EngineInner>) {
             .name("ferry-receive".to_owned())
             .spawn(move || {
                 let peer = stream.peer_addr();
-                if let Err(error) = serve_connection(stream, &engine) {
+                if let Err(error) = serve_connection(&Arc::new(stream), &engine) {
                     tracing::info!(peer = ?peer.ok(), %error, "a tcp peer's connection ended");
                 }
                 counted.fetch_sub(1, Ordering::AcqRel);
@@ -62,20 +66,21 @@ pub(crate) fn serve(listener: &TcpListener, engine: &Weak<EngineInner>) {
     }
 }
 
-fn serve_connection(mut stream: TcpStream, engine: &Weak<EngineInner>) -> io::Result<()> {
+fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::Result<()> {
     stream.set_nodelay(true)?;
+    notice_dead_hosts(stream)?;
     stream.set_read_timeout(Some(HELLO_TIMEOUT))?;
     stream.set_write_timeout(Some(STALL_TIMEOUT))?;
     let mut hello = [0; HELLO_BYTES];
-    stream.read_exact(&mut hello)?;
+    (&**stream).read_exact(&mut hello)?;
     let Some(owner) = engine.upgrade() else {
         return Ok(());
     };
     wire::check_hello(&hello, owner.instance())?;
     // The engine ends the connections that it is told of when it shuts down.
-    owner.adopt(&stream)?;
+    owner.adopt_tcp(stream)?;
     drop(owner);
-    stream.write_all(&wire::welcome())?;
+    (&**stream).write_all(&wire::welcome())?;
     let mut receiver = Receiver {
         stream,
         header: Vec::new(),
@@ -96,13 +101,13 @@ struct Destination {
     ranges: Vec<(usize, u64, u64)>,
 }
 
-struct Receiver {
-    stream: TcpStream,
+struct Receiver<'a> {
+    stream: &'a TcpStream,
     header: Vec<u8>,
     sink: Vec<u8>,
 }
 
-impl Receiver {
+impl Receiver<'_> {
     /// Waits, for as long as it takes, for the first byte of a piece. False at the end.
     fn wait_for_piece(&self) -> io::Result<bool> {
         self.stream.set_read_timeout(None)?;
@@ -190,6 +195,7 @@ impl Receiver {
     }
 
     fn receive_payload(&mut self, destination: &Destination) -> io::Result<()> {
+        let deadline = Instant::now() + PAYLOAD_TIMEOUT;
         for ranges in destination.ranges.chunks(MAX_VECTORS) {
             let mut vectors: Vec<IoVec> = Vec::with_capacity(ranges.len());
             for (guard, offset, len) in ranges {
@@ -202,7 +208,7 @@ impl Receiver {
                     .map_err(io::Error::other)?;
                 vectors.push(io_vec(address as u64, *len));
             }
-            receive_all(&self.stream, &mut vectors)?;
+            receive_all(self.stream, &mut vectors, deadline)?;
         }
         Ok(())
     }
@@ -241,11 +247,14 @@ fn enter(engine: &EngineInner, group: &Group) -> Result<WriteGuard, (AnswerCode,
         .map_err(|error| (AnswerCode::NotRegistered, error.to_string()))
 }
 
-fn receive_all(stream: &TcpStream, vectors: &mut [IoVec]) -> io::Result<()> {
+fn receive_all(stream: &TcpStream, vectors: &mut [IoVec], deadline: Instant) -> io::Result<()> {
     let mut first = 0;
     while let Some(rest) = vectors.get_mut(first..) {
         if rest.is_empty() {
             break;
+        }
+        if Instant::now() > deadline {
+            return Err(io::ErrorKind::TimedOut.into());
         }
         // SAFETY: the addresses were checked against regions whose guards the caller holds, which
         // keep the memory mapped; no reference to pool memory is ever made.

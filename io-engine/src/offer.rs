@@ -1,0 +1,120 @@
+//! The capability tag: what an engine's descriptor says beside MoRI's elements.
+
+use common::wire::EngineDesc;
+
+use crate::error::{TransportError, TransportErrorKind};
+use crate::region::TAG_MAGIC;
+use crate::transport::TransportKind;
+
+/// What a Ferry engine offers. Packed as `["FRY1", [transport, ...], tcp port, name of the
+/// abstract Unix socket, instance]`; more elements may follow.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Offer {
+    pub transports: Vec<String>,
+    pub tcp_port: u16,
+    pub unix_name: String,
+    /// Random; it tells this start of the engine from every other.
+    pub instance: [u8; 16],
+}
+
+impl Offer {
+    /// The element to append to a descriptor.
+    pub(crate) fn pack(&self) -> rmpv::Value {
+        let transports = self.transports.iter().map(|name| name.as_str().into());
+        rmpv::Value::Array(vec![
+            TAG_MAGIC.into(),
+            rmpv::Value::Array(transports.collect()),
+            self.tcp_port.into(),
+            self.unix_name.as_str().into(),
+            rmpv::Value::Binary(self.instance.to_vec()),
+        ])
+    }
+
+    /// `None` when the peer is no Ferry engine.
+    ///
+    /// # Errors
+    /// [`TransportErrorKind::Protocol`] when it says that it is, in a tag that cannot be read.
+    pub(crate) fn of(desc: &EngineDesc) -> Result<Option<Self>, TransportError> {
+        let tag = desc
+            .extra
+            .iter()
+            .filter_map(rmpv::Value::as_array)
+            .find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
+        let Some(elements) = tag else { return Ok(None) };
+        Self::parse(elements).map(Some).ok_or_else(|| {
+            TransportError::quiesced(
+                TransportErrorKind::Protocol,
+                format!("the capability tag of engine {} cannot be read", desc.key),
+            )
+        })
+    }
+
+    fn parse(elements: &[rmpv::Value]) -> Option<Self> {
+        let transports = elements.get(1)?.as_array()?.iter();
+        Some(Self {
+            transports: transports
+                .filter_map(|kind| kind.as_str().map(str::to_owned))
+                .collect(),
+            tcp_port: u16::try_from(elements.get(2)?.as_u64()?).ok()?,
+            unix_name: elements.get(3)?.as_str()?.to_owned(),
+            instance: elements.get(4)?.as_slice()?.try_into().ok()?,
+        })
+    }
+
+    /// Whether the peer has this transport.
+    pub(crate) fn has(&self, kind: TransportKind) -> bool {
+        self.transports.iter().any(|name| name == kind.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offer() -> Offer {
+        Offer {
+            transports: vec!["cma".to_owned(), "a later one".to_owned()],
+            tcp_port: 65_535,
+            unix_name: "ferry-io-0".to_owned(),
+            instance: [9; 16],
+        }
+    }
+
+    fn desc(extra: Vec<rmpv::Value>) -> EngineDesc {
+        let desc = EngineDesc {
+            key: "engine".to_owned(),
+            extra,
+            ..EngineDesc::default()
+        };
+        EngineDesc::unpack(&desc.pack().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn an_offer_survives_the_wire_beside_elements_of_others() {
+        let foreign = rmpv::Value::Array(vec!["other".into(), 7.into()]);
+        let packed = desc(vec![1.into(), foreign, offer().pack()]);
+        assert_eq!(Offer::of(&packed), Ok(Some(offer())));
+        assert_eq!(Offer::of(&desc(vec![])), Ok(None));
+        assert!(offer().has(TransportKind::Cma) && !offer().has(TransportKind::Tcp));
+    }
+
+    #[test]
+    fn a_broken_tag_is_an_error() {
+        let rmpv::Value::Array(good) = offer().pack() else {
+            panic!("a tag is an array");
+        };
+        for cut in 1..good.len() {
+            let tag = rmpv::Value::Array(good.iter().take(cut).cloned().collect());
+            assert!(Offer::of(&desc(vec![tag])).is_err(), "{cut} elements");
+        }
+        let breakages = [
+            (2, rmpv::Value::from(65_536)),
+            (4, rmpv::Value::Binary(vec![0; 15])),
+        ];
+        for (place, value) in breakages {
+            let mut elements = good.clone();
+            elements[place] = value;
+            assert!(Offer::of(&desc(vec![rmpv::Value::Array(elements)])).is_err());
+        }
+    }
+}

@@ -1,0 +1,472 @@
+//! The side that writes: proves the peer, learns its regions, and lets them go when told to.
+
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use serde_bytes::ByteBuf;
+
+use crate::error::{TransportError, TransportErrorKind};
+use crate::region::{RegionKey, RemoteRegion, TAG_MAGIC};
+use crate::session::WritePair;
+use crate::status::Status;
+use crate::sys;
+use crate::transport::cma::explain;
+use crate::transport::same_host::{
+    MAX_TO_WRITER_BYTES, TableRow, ToOwner, ToWriter, is_meant, receive, send,
+};
+
+/// Begins a batch whose regions are known.
+pub(crate) type Begin = Box<dyn Fn(Admitted, Vec<WritePair>, Arc<Status>) + Send + Sync>;
+
+/// A proven peer: its process and its regions. A thread of its own talks to it and notices its
+/// end; whoever submits never waits for it.
+pub(crate) struct Link {
+    pid: i32,
+    pidfd: OwnedFd,
+    stream: UnixStream,
+    /// Wakes the thread when there is something to say.
+    wake: File,
+    answer_timeout: Duration,
+    begin: Begin,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    regions: HashMap<u32, Known>,
+    /// Batches that name a region which no table has told of yet.
+    waiting: VecDeque<Waiting>,
+    /// Number of the last table that was asked for.
+    asked: u64,
+    /// Regions that the peer is to be told were let go.
+    released: Vec<u32>,
+    /// Batches that were admitted and have not ended.
+    admitted: usize,
+    ended_opt: Option<TransportError>,
+}
+
+struct Known {
+    key: RegionKey,
+    address: u64,
+    len: u64,
+    writers: usize,
+    is_forgotten: bool,
+}
+
+struct Waiting {
+    pairs: Vec<WritePair>,
+    status: Arc<Status>,
+    /// A table with this number, or a later one, decides.
+    table: u64,
+}
+
+impl Link {
+    /// Connects to an engine's socket and takes the proof.
+    pub(crate) fn connect(
+        name: &str,
+        instance: [u8; 16],
+        timeout: Duration,
+        begin: Begin,
+    ) -> Result<Arc<Self>, TransportError> {
+        let failed = |what: &str| {
+            let what = format!("same-host proof over @{name}: {what}");
+            move |error: io::Error| TransportError::io(what, &error)
+        };
+        let refused = |kind, what: String| {
+            TransportError::quiesced(kind, format!("same-host proof over @{name}: {what}"))
+        };
+        let stream = connect_within(name, timeout).map_err(failed("connect"))?;
+        let credentials = sys::peer_credentials(&stream).map_err(failed("credentials"))?;
+        if credentials.pid <= 0 {
+            return Err(refused(
+                TransportErrorKind::Unreachable,
+                "the peer is in another pid namespace".to_owned(),
+            ));
+        }
+        let own_uid = sys::effective_uid();
+        if credentials.uid != own_uid {
+            let message = format!(
+                "the peer runs as user {}, this process as {own_uid}; run both as one user, or use \
+                 tcp",
+                credentials.uid
+            );
+            return Err(refused(TransportErrorKind::PermissionDenied, message));
+        }
+        let pidfd = sys::pidfd(credentials.pid).map_err(failed("pidfd_open"))?;
+        let hello = ToOwner::Hello(TAG_MAGIC.to_owned(), ByteBuf::from(instance));
+        send(&stream, &hello).map_err(failed("hello"))?;
+        // The answer also shows that the process lived after the pidfd was taken.
+        let answer = receive(&stream, MAX_TO_WRITER_BYTES).map_err(failed("welcome"))?;
+        let ToWriter::Welcome(magic, told_instance, address, secret) = answer else {
+            let message = "the peer did not begin with a welcome".to_owned();
+            return Err(refused(TransportErrorKind::Protocol, message));
+        };
+        if !is_meant(&magic, &told_instance, &instance) {
+            let message = "the socket belongs to another engine than the descriptor".to_owned();
+            return Err(refused(TransportErrorKind::Protocol, message));
+        }
+        let mut seen = [0; 16];
+        let read = sys::read_from_process(credentials.pid, address, &mut seen)
+            .map_err(|error| explain("process_vm_readv from", credentials.pid, &error))?;
+        if read != seen.len() || secret.as_slice() != seen {
+            let message = format!(
+                "the memory of process {} does not hold what its socket says",
+                credentials.pid
+            );
+            return Err(refused(TransportErrorKind::Protocol, message));
+        }
+        let link = Arc::new(Self {
+            pid: credentials.pid,
+            pidfd,
+            stream,
+            wake: sys::event().map_err(failed("eventfd"))?,
+            answer_timeout: timeout,
+            begin,
+            state: Mutex::default(),
+        });
+        let thread = Arc::clone(&link);
+        std::thread::Builder::new()
+            .name("ferry-link".to_owned())
+            .spawn(move || thread.run())
+            .map_err(failed("starting a thread"))?;
+        Ok(link)
+    }
+
+    pub(crate) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Why nothing can be written any more; `None` while it can.
+    pub(crate) fn failure(&self) -> Option<TransportError> {
+        if sys::has_exited(self.pidfd.as_fd()) {
+            return Some(self.exited());
+        }
+        self.state().ended_opt.clone()
+    }
+
+    /// Begins a batch as soon as each of its regions is known, and fails it if one is not
+    /// registered, or not with this key and this long.
+    pub(crate) fn admit(self: &Arc<Self>, pairs: Vec<WritePair>, status: Arc<Status>) {
+        let mut state = self.state();
+        let admitted = match state.ended_opt.clone() {
+            Some(error) => Err(error),
+            None => self.try_admit(&mut state, &pairs),
+        };
+        if let Ok(None) = admitted {
+            let table = state.asked + 1;
+            state.waiting.push_back(Waiting {
+                pairs,
+                status,
+                table,
+            });
+            drop(state);
+            return self.wake();
+        }
+        drop(state);
+        match admitted {
+            Ok(Some(admitted)) => (self.begin)(admitted, pairs, status),
+            Ok(None) => {}
+            Err(error) => status.fail(error),
+        }
+    }
+
+    /// Ends the connection: once what is being written is over, the peer sees it closed.
+    pub(crate) fn end(&self, error: TransportError) {
+        let mut state = self.state();
+        let reason = state.ended_opt.get_or_insert(error).clone();
+        let waiting = std::mem::take(&mut state.waiting);
+        self.close_if_idle(&state);
+        drop(state);
+        self.wake();
+        waiting
+            .into_iter()
+            .for_each(|batch| batch.status.fail(reason.clone()));
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn exited(&self) -> TransportError {
+        TransportError::quiesced(
+            TransportErrorKind::PeerDead,
+            format!("the peer's process {} has exited", self.pid),
+        )
+    }
+
+    fn wake(&self) {
+        // Fails only when the counter is full, and then the thread has been woken.
+        let _ = (&self.wake).write_all(&1u64.to_ne_bytes());
+    }
+
+    fn close_if_idle(&self, state: &State) {
+        if state.ended_opt.is_some()
+            && state.admitted == 0
+            && let Err(error) = self.stream.shutdown(Shutdown::Both)
+        {
+            tracing::debug!(%error, "a same-host connection had ended already");
+        }
+    }
+
+    /// `None` when a region is not known (yet).
+    fn try_admit(
+        self: &Arc<Self>,
+        state: &mut State,
+        pairs: &[WritePair],
+    ) -> Result<Option<Admitted>, TransportError> {
+        let mut addresses = Vec::with_capacity(pairs.len());
+        for pair in pairs {
+            let Some(known) = state.regions.get(&pair.remote.id) else {
+                return Ok(None);
+            };
+            addresses.push(known.check(&pair.remote)?);
+        }
+        let regions: Vec<u32> = pairs.iter().map(|pair| pair.remote.id).collect();
+        for id in &regions {
+            if let Some(known) = state.regions.get_mut(id) {
+                known.writers += 1;
+            }
+        }
+        state.admitted += 1;
+        Ok(Some(Admitted {
+            link: Arc::clone(self),
+            regions,
+            addresses,
+        }))
+    }
+
+    fn run(self: &Arc<Self>) {
+        let mut asked_at_opt = None;
+        while self.state().ended_opt.is_none() {
+            if let Err(error) = self.turn(&mut asked_at_opt) {
+                if self.state().ended_opt.is_none() {
+                    tracing::info!(pid = self.pid, %error, "a same-host peer is gone");
+                }
+                self.end(error);
+            }
+        }
+    }
+
+    /// Says what there is to say, then waits for the peer, for something to say, or for the end.
+    fn turn(self: &Arc<Self>, asked_at_opt: &mut Option<Instant>) -> Result<(), TransportError> {
+        let failed = |error: io::Error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => TransportError::quiesced(
+                TransportErrorKind::PeerDead,
+                format!("the engine in process {} has ended", self.pid),
+            ),
+            _ => TransportError::io(format!("same-host peer, process {}", self.pid), &error),
+        };
+        for message in self.outgoing(asked_at_opt) {
+            send(&self.stream, &message).map_err(failed)?;
+        }
+        let timeout_opt =
+            asked_at_opt.map(|asked_at| self.answer_timeout.saturating_sub(asked_at.elapsed()));
+        let fds = [self.stream.as_fd(), self.wake.as_fd(), self.pidfd.as_fd()];
+        let [readable, is_woken, has_exited] =
+            sys::wait_readable(fds, timeout_opt).map_err(failed)?;
+        if has_exited {
+            return Err(self.exited());
+        }
+        if is_woken {
+            // Takes the count back to zero; what it was does not matter.
+            let _ = (&self.wake).read(&mut [0; 8]);
+        }
+        if readable {
+            let message = receive(&self.stream, MAX_TO_WRITER_BYTES).map_err(failed)?;
+            return self.handle(message, asked_at_opt);
+        }
+        if timeout_opt.is_some_and(|timeout| timeout.is_zero()) {
+            return Err(TransportError::quiesced(
+                TransportErrorKind::Timeout,
+                format!(
+                    "process {} did not tell its regions within {:?}",
+                    self.pid, self.answer_timeout
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// One table is asked for at a time, so that the socket's buffer never fills.
+    fn outgoing(&self, asked_at_opt: &mut Option<Instant>) -> Vec<ToOwner> {
+        let mut messages = Vec::new();
+        let mut state = self.state();
+        if !state.released.is_empty() {
+            messages.push(ToOwner::Released(std::mem::take(&mut state.released)));
+        }
+        if !state.waiting.is_empty() && asked_at_opt.is_none() {
+            state.asked += 1;
+            *asked_at_opt = Some(Instant::now());
+            messages.push(ToOwner::Table(state.asked));
+        }
+        messages
+    }
+
+    fn handle(
+        self: &Arc<Self>,
+        message: ToWriter,
+        asked_at_opt: &mut Option<Instant>,
+    ) -> Result<(), TransportError> {
+        match message {
+            ToWriter::Welcome(..) => Err(TransportError::quiesced(
+                TransportErrorKind::Protocol,
+                format!("process {} sent a second welcome", self.pid),
+            )),
+            ToWriter::Table(number, rows) => {
+                *asked_at_opt = None;
+                self.learn(number, rows)
+            }
+            ToWriter::Forget(ids) => {
+                let mut state = self.state();
+                for id in ids {
+                    match state.regions.get_mut(&id) {
+                        // The last of its writers lets it go.
+                        Some(known) if known.writers > 0 => known.is_forgotten = true,
+                        _ => {
+                            state.regions.remove(&id);
+                            state.released.push(id);
+                        }
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Takes in a table and decides on the batches that waited for it.
+    fn learn(self: &Arc<Self>, number: u64, rows: Vec<TableRow>) -> Result<(), TransportError> {
+        let mut state = self.state();
+        for TableRow(id, key, address, len) in rows {
+            let key = <[u8; 16]>::try_from(key.as_slice()).ok();
+            let (Some(key), Some(_)) = (key, address.checked_add(len)) else {
+                return Err(TransportError::quiesced(
+                    TransportErrorKind::Protocol,
+                    format!("process {} told nonsense of region {id}", self.pid),
+                ));
+            };
+            // A number is given once, so what is known of it does not change.
+            state.regions.entry(id).or_insert(Known {
+                key: RegionKey(key),
+                address,
+                len,
+                writers: 0,
+                is_forgotten: false,
+            });
+        }
+        let mut decided = Vec::new();
+        for batch in std::mem::take(&mut state.waiting) {
+            if batch.table > number {
+                state.waiting.push_back(batch);
+                continue;
+            }
+            let admitted = self.try_admit(&mut state, &batch.pairs);
+            decided.push((batch, admitted));
+        }
+        drop(state);
+        for (batch, admitted) in decided {
+            match admitted {
+                Ok(Some(admitted)) => (self.begin)(admitted, batch.pairs, batch.status),
+                Ok(None) => batch.status.fail(TransportError::quiesced(
+                    TransportErrorKind::NotRegistered,
+                    format!("process {} has no such region", self.pid),
+                )),
+                Err(error) => batch.status.fail(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A Unix socket's connect waits while the listener's backlog is full, so it needs a timeout too.
+fn connect_within(name: &str, timeout: Duration) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(timeout))?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(timeout))?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(UnixStream::from(socket))
+}
+
+impl Known {
+    /// The address of a region, if it is what the descriptor says.
+    fn check(&self, remote: &RemoteRegion) -> Result<u64, TransportError> {
+        let refused = |kind, what: String| Err(TransportError::quiesced(kind, what));
+        let id = remote.id;
+        let key_opt = remote.key_opt.as_ref();
+        if !key_opt.is_some_and(|key| self.key.matches(key)) {
+            return refused(
+                TransportErrorKind::BadKey,
+                format!("wrong key for region {id}"),
+            );
+        }
+        if self.is_forgotten {
+            return refused(
+                TransportErrorKind::NotRegistered,
+                format!("region {id} was deregistered"),
+            );
+        }
+        if remote.len > self.len {
+            return refused(
+                TransportErrorKind::OutOfBounds,
+                format!(
+                    "region {id} has {} bytes at the peer, its descriptor says {}",
+                    self.len, remote.len
+                ),
+            );
+        }
+        Ok(self.address)
+    }
+}
+
+/// A batch that may write; on drop it has ended.
+pub(crate) struct Admitted {
+    link: Arc<Link>,
+    regions: Vec<u32>,
+    addresses: Vec<u64>,
+}
+
+impl Admitted {
+    pub(crate) fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// Where the remote region of each pair begins in the peer's memory.
+    pub(crate) fn addresses(&self) -> &[u64] {
+        &self.addresses
+    }
+}
+
+impl Drop for Admitted {
+    fn drop(&mut self) {
+        let mut state = self.link.state();
+        for id in &self.regions {
+            let Some(known) = state.regions.get_mut(id) else {
+                continue;
+            };
+            known.writers = known.writers.saturating_sub(1);
+            if known.is_forgotten && known.writers == 0 {
+                state.regions.remove(id);
+                state.released.push(*id);
+            }
+        }
+        state.admitted = state.admitted.saturating_sub(1);
+        let must_tell = !state.released.is_empty();
+        self.link.close_if_idle(&state);
+        drop(state);
+        if must_tell {
+            self.link.wake();
+        }
+    }
+}
