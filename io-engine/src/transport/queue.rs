@@ -236,3 +236,206 @@ impl<W: Clone> BatchQueue<W> {
         self.lock().closed_opt.clone()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use common::ids::{ByteLen, ByteOffset};
+    use common::plan::{RunList, StridedRun};
+
+    use super::*;
+    use crate::engine::{Engine, EngineConfig};
+    use crate::error::TransportErrorKind;
+    use crate::memory::Memory;
+    use crate::region::RemoteRegion;
+    use crate::status::TransferHandle;
+    use crate::transport::TransportKind;
+
+    const POOL: u64 = 4096;
+
+    /// Pairs between regions of which nothing is ever read or written here.
+    fn pairs(lists: &[Vec<StridedRun>]) -> Vec<WritePair> {
+        let mut config = EngineConfig::new("queue", "127.0.0.1");
+        config.transports = vec![TransportKind::Local];
+        let engine = Engine::start(config).unwrap();
+        let memory = Memory::allocate("queue", ByteLen(POOL)).unwrap();
+        let region = engine
+            .register(&memory, ByteOffset(0), ByteLen(POOL), "kv")
+            .unwrap();
+        let remote = RemoteRegion::from_desc(&region.desc()).unwrap();
+        let pair = |runs: &Vec<StridedRun>| WritePair {
+            local: region.clone(),
+            remote: remote.clone(),
+            runs: RunList::new(runs.clone()).unwrap(),
+        };
+        lists.iter().map(pair).collect()
+    }
+
+    fn strided(src: u64, dst: u64, len: u64, count: u32) -> StridedRun {
+        StridedRun {
+            src: ByteOffset(src),
+            dst: ByteOffset(dst),
+            len: ByteLen(len),
+            count,
+            src_stride: len + 3,
+            dst_stride: len + 5,
+        }
+    }
+
+    fn status(pairs: &[WritePair]) -> Arc<Status> {
+        Status::new(
+            pairs.iter().map(|pair| pair.runs.bytes().get()).sum(),
+            pairs.iter().map(|pair| pair.runs.ranges()).sum(),
+        )
+    }
+
+    fn take(queue: &BatchQueue<char>, piece: &mut Piece) -> Option<(char, Arc<Status>)> {
+        match queue.take(piece, Some(Duration::ZERO)) {
+            Taken::Piece { work, status, .. } => Some((work, status)),
+            Taken::Nothing => None,
+            Taken::Closed => panic!("the queue is open"),
+        }
+    }
+
+    #[test]
+    fn pieces_cover_every_byte_once_and_stay_small() {
+        let lists = [
+            vec![
+                strided(7, 9, 10, 2000),
+                strided(0, 0, 0, 5),
+                strided(1, 2, 3, 0),
+            ],
+            vec![],
+            vec![
+                strided(0, 0, PIECE_BYTES * 2 + 17, 2),
+                strided(5, 5, PIECE_BYTES, 1),
+            ],
+        ];
+        let pairs = pairs(&lists);
+        let (queue, status) = (BatchQueue::default(), status(&pairs));
+        // Ranges that were cut are put together again where one continues the other.
+        let mut seen: Vec<PieceRange> = Vec::new();
+        queue.push(pairs.clone(), Arc::clone(&status), 'a');
+        let mut piece = Piece::default();
+        while let Some((_, status)) = take(&queue, &mut piece) {
+            assert!(!piece.ranges.is_empty() && piece.ranges.len() <= MAX_VECTORS);
+            assert!(piece.bytes <= PIECE_BYTES);
+            let sum: u64 = piece.ranges.iter().map(|range| range.len).sum();
+            assert_eq!(sum, piece.bytes);
+            for range in &piece.ranges {
+                match seen.last_mut() {
+                    Some(last)
+                        if last.pair == range.pair
+                            && last.src + last.len == range.src
+                            && last.dst + last.len == range.dst =>
+                    {
+                        last.len += range.len;
+                    }
+                    _ => seen.push(*range),
+                }
+            }
+            status.piece_done(Ok(()));
+        }
+        let expected: Vec<_> = pairs
+            .iter()
+            .enumerate()
+            .flat_map(|(place, pair)| pair.runs.iter_ranges().map(move |range| (place, range)))
+            .filter(|(_, range)| range.len.get() > 0)
+            .map(|(place, range)| (place, range.src.get(), range.dst.get(), range.len.get()))
+            .collect();
+        let seen: Vec<_> = seen
+            .iter()
+            .map(|range| (range.pair, range.src, range.dst, range.len))
+            .collect();
+        assert_eq!(seen, expected);
+        let moved = TransferHandle(status).wait(Duration::ZERO);
+        assert_eq!(moved.unwrap().unwrap().ranges, 2000 + 5 + 2 + 1);
+    }
+
+    #[test]
+    fn a_small_batch_is_not_stuck_behind_a_large_one() {
+        let large = pairs(&[vec![strided(0, 0, PIECE_BYTES * 100, 1)]]);
+        let small = pairs(&[vec![strided(0, 0, 8, 1)]]);
+        let queue = BatchQueue::default();
+        queue.push(large.clone(), status(&large), 'l');
+        queue.push(small.clone(), status(&small), 's');
+        let mut piece = Piece::default();
+        let order: String = (0..4)
+            .map(|_| take(&queue, &mut piece).unwrap().0)
+            .collect();
+        assert_eq!(order, "lsll");
+    }
+
+    #[test]
+    fn a_cancelled_batch_ends_when_its_pieces_are_back() {
+        let large = pairs(&[vec![strided(0, 0, PIECE_BYTES * 100, 1)]]);
+        let (queue, status) = (BatchQueue::default(), status(&large));
+        queue.push(large, Arc::clone(&status), 'l');
+        let mut piece = Piece::default();
+        let (_, taken) = take(&queue, &mut piece).unwrap();
+        let handle = TransferHandle(status);
+        handle.cancel();
+        assert!(take(&queue, &mut piece).is_none(), "no more is taken");
+        assert!(handle.wait(Duration::ZERO).is_none(), "a piece is out");
+        taken.piece_done(Ok(()));
+        let error = handle.wait(Duration::ZERO).unwrap().unwrap_err();
+        assert_eq!(error.kind(), TransportErrorKind::Cancelled);
+        assert!(error.is_quiesced());
+    }
+
+    #[test]
+    fn closing_fails_what_waits_and_keeps_the_proof_where_there_is_one() {
+        let one = pairs(&[vec![strided(0, 0, PIECE_BYTES * 3, 1)]]);
+        let (begun, fresh, late) = (status(&one), status(&one), status(&one));
+        let queue = BatchQueue::default();
+        queue.push(one.clone(), Arc::clone(&begun), 'b');
+        let mut piece = Piece::default();
+        let (_, taken) = take(&queue, &mut piece).unwrap();
+        queue.push(one.clone(), Arc::clone(&fresh), 'f');
+        let lost = TransportError::unproved(TransportErrorKind::Timeout, "first");
+        queue.close(&lost);
+        queue.close(&TransportError::unproved(
+            TransportErrorKind::Closed,
+            "second",
+        ));
+        queue.push(one, Arc::clone(&late), 'n');
+        let begun = TransferHandle(begun);
+        assert!(begun.wait(Duration::ZERO).is_none(), "a piece is out");
+        taken.piece_done(Err(lost));
+        for (handle, is_quiesced) in [
+            (begun, false),
+            (TransferHandle(fresh), true),
+            (TransferHandle(late), true),
+        ] {
+            let error = handle.wait(Duration::ZERO).unwrap().unwrap_err();
+            assert_eq!(error.kind(), TransportErrorKind::Timeout, "the first cause");
+            assert_eq!(error.is_quiesced(), is_quiesced);
+        }
+        assert!(matches!(queue.take(&mut piece, None), Taken::Closed));
+    }
+
+    #[test]
+    fn a_waiting_worker_is_woken_by_a_batch_and_by_the_end() {
+        let queue = Arc::new(BatchQueue::<char>::default());
+        let worker = {
+            let queue = Arc::clone(&queue);
+            thread::spawn(move || {
+                let mut piece = Piece::default();
+                let mut pieces = 0;
+                while let Taken::Piece { status, .. } = queue.take(&mut piece, None) {
+                    pieces += 1;
+                    status.piece_done(Ok(()));
+                }
+                pieces
+            })
+        };
+        let one = pairs(&[vec![strided(0, 0, PIECE_BYTES * 3, 1)]]);
+        let status = status(&one);
+        queue.push(one, Arc::clone(&status), 'o');
+        let moved = TransferHandle(status).wait(Duration::MAX).unwrap();
+        assert_eq!(moved.unwrap().bytes, PIECE_BYTES * 3);
+        queue.close(&TransportError::quiesced(TransportErrorKind::Closed, "end"));
+        assert_eq!(worker.join().unwrap(), 3);
+    }
+}

@@ -224,3 +224,72 @@ pub(crate) fn parse_answer(bytes: &[u8; ANSWER_BYTES]) -> io::Result<(u64, Answe
     let length = u16::from_le_bytes(fields.take()?);
     Ok((piece, AnswerCode::from_number(code), usize::from(length)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_framing_is_what_the_documentation_says() {
+        let mut bytes = Vec::new();
+        let header = WriteHeader {
+            piece: 0x0102_0304_0506_0708,
+            groups: 1,
+            ranges: 2,
+            payload: 0x300,
+        };
+        header.put(&mut bytes);
+        let expected = [
+            1, 8, 7, 6, 5, 4, 3, 2, 1, 1, 0, 0, 0, 2, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0,
+        ];
+        assert_eq!(bytes, expected);
+        assert_eq!(WriteHeader::parse(&expected).unwrap(), header);
+        assert_eq!(hello(&[9; 16])[..7], *b"FRYT\x01\x00\x09");
+        assert_eq!(
+            answer(1, AnswerCode::BadKey, "no"),
+            b"\x01\0\0\0\0\0\0\0\x02\x02\0no"
+        );
+    }
+
+    #[test]
+    fn headers_beyond_the_limits_are_refused() {
+        let good = WriteHeader {
+            piece: 0,
+            groups: MAX_RANGES,
+            ranges: MAX_RANGES,
+            payload: MAX_PAYLOAD,
+        };
+        let parse = |header: WriteHeader| {
+            let mut bytes = Vec::new();
+            header.put(&mut bytes);
+            WriteHeader::parse(bytes.first_chunk().unwrap())
+        };
+        assert!(parse(good).is_ok());
+        for bad in [
+            WriteHeader {
+                groups: MAX_RANGES + 1,
+                ..good
+            },
+            WriteHeader {
+                ranges: MAX_RANGES + 1,
+                ..good
+            },
+            WriteHeader {
+                payload: MAX_PAYLOAD + 1,
+                ..good
+            },
+        ] {
+            assert!(parse(bad).is_err(), "{bad:?}");
+        }
+        assert!(WriteHeader::parse(&[2; WRITE_BYTES]).is_err(), "type");
+    }
+
+    #[test]
+    fn a_hello_for_another_engine_or_version_is_refused() {
+        let mut bytes: [u8; HELLO_BYTES] = hello(&[9; 16]).try_into().unwrap();
+        assert!(check_hello(&bytes, &[9; 16]).is_ok());
+        assert!(check_hello(&bytes, &[8; 16]).is_err());
+        bytes[4] = 2;
+        assert!(check_hello(&bytes, &[9; 16]).is_err());
+    }
+}
