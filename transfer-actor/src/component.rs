@@ -1,1 +1,274 @@
-//! To be written.
+//! One actor for one part of one room on its way to one decode rank.
+//!
+//! It plans, submits, awaits and reports. If it panics or is killed, its drop tells the rank, so
+//! the room fails with that reason and nothing hangs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use actix::prelude::*;
+use common::ids::ComponentId;
+use common::plan::{ComponentPlan, KvChunk, PlanError};
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared};
+use io_engine::{
+    Region, RemoteRegion, Session, TransferHandle, TransportError, TransportErrorKind, WriteBatch,
+    WritePair,
+};
+
+use crate::messages::{CancelWork, DoWork, Report, StopComponent};
+use crate::rank::RankActor;
+use crate::rank::RankBuffers;
+use crate::rank::core::{ComponentKey, ComponentOutcome, ComponentReport, PeerLink, Work};
+
+/// A session that is being opened, or was; all components of a peer share it.
+pub(crate) type SharedSession = Shared<BoxFuture<'static, Result<Session, TransportError>>>;
+
+/// The label of a transfer for which no transport was chosen.
+const NO_TRANSPORT: &str = "none";
+
+/// The actor. One piece of work after another is submitted as it comes; they may overlap.
+pub(crate) struct ComponentActor {
+    key: ComponentKey,
+    link: Arc<PeerLink>,
+    buffers: Arc<RankBuffers>,
+    session: SharedSession,
+    rank: Addr<RankActor>,
+    in_flight: HashMap<u64, TransferHandle>,
+    next_work: u64,
+    is_cancelled: bool,
+    #[cfg(test)]
+    panics: bool,
+}
+
+impl ComponentActor {
+    pub(crate) fn new(
+        key: ComponentKey,
+        link: Arc<PeerLink>,
+        buffers: Arc<RankBuffers>,
+        session: SharedSession,
+        rank: Addr<RankActor>,
+    ) -> Self {
+        Self {
+            key,
+            link,
+            buffers,
+            session,
+            rank,
+            in_flight: HashMap::new(),
+            next_work: 0,
+            is_cancelled: false,
+            #[cfg(test)]
+            panics: false,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn panicking(mut self) -> Self {
+        self.panics = true;
+        self
+    }
+
+    fn report(&self, outcome: ComponentOutcome) -> impl Future<Output = ()> + use<> {
+        let report = Report(ComponentReport {
+            key: self.key.clone(),
+            outcome,
+        });
+        // The rank may be gone; then nobody waits for the report.
+        self.rank.send(report).map(|_| ())
+    }
+
+    fn submit(
+        &mut self,
+        session: Result<Session, TransportError>,
+        work: &Work,
+    ) -> Result<(Session, ComponentPlan, TransferHandle), ComponentOutcome> {
+        let session = session.map_err(|error| failed(NO_TRANSPORT, &error))?;
+        let transport = session.transport().name();
+        if self.is_cancelled {
+            let error =
+                TransportError::quiesced(TransportErrorKind::Cancelled, "the room has failed");
+            return Err(failed(transport, &error));
+        }
+        let planned = plan(&self.link, self.key.component, work).map_err(|error| {
+            ComponentOutcome::Failed {
+                kind: error.kind(),
+                reason: error.to_string(),
+                is_quiesced: true,
+                transport,
+            }
+        })?;
+        let batch = batch(&self.buffers, &self.link, &planned)
+            .map_err(|error| failed(transport, &error))?;
+        let handle = session.write(batch);
+        Ok((session, planned, handle))
+    }
+}
+
+fn failed(transport: &'static str, error: &TransportError) -> ComponentOutcome {
+    ComponentOutcome::Failed {
+        kind: error.kind().name(),
+        reason: error.to_string(),
+        is_quiesced: error.is_quiesced(),
+        transport,
+    }
+}
+
+fn plan(link: &PeerLink, component: ComponentId, work: &Work) -> Result<ComponentPlan, PlanError> {
+    match (component, work) {
+        (
+            ComponentId::Kv,
+            Work::Kv {
+                src_pages,
+                position,
+                dst_pages,
+                decode_prefix_len,
+                num_kv_tokens_opt,
+            },
+        ) => link.planner.plan_kv(&KvChunk {
+            src_pages,
+            position: *position,
+            dst_pages,
+            decode_prefix_len: *decode_prefix_len,
+            num_kv_tokens: *num_kv_tokens_opt,
+        }),
+        (ComponentId::State(index), Work::State { src, dst }) => {
+            link.planner.plan_state(index, src, dst)
+        }
+        (ComponentId::Aux, Work::Aux { src_row, dst_row }) => {
+            link.planner.plan_aux(*src_row, *dst_row)
+        }
+        (component, _) => Err(PlanError::Argument {
+            what: "work",
+            detail: format!("it is not for {component:?}"),
+        }),
+    }
+}
+
+/// Joins planned tensors with registered regions. O(pairs); runs are shared.
+fn batch(
+    buffers: &RankBuffers,
+    link: &PeerLink,
+    plan: &ComponentPlan,
+) -> Result<WriteBatch, TransportError> {
+    let missing = |side: &str, tensor: usize| {
+        TransportError::quiesced(
+            TransportErrorKind::NotRegistered,
+            format!("tensor {tensor} of the {side} side has no buffer"),
+        )
+    };
+    let local = |tensor: usize| -> Option<&Region> {
+        match plan.component {
+            ComponentId::Kv => buffers.kv.get(tensor)?.as_ref(),
+            ComponentId::Aux => buffers.aux.get(tensor)?.as_ref(),
+            ComponentId::State(index) => buffers
+                .states
+                .get(usize::from(index))?
+                .get(tensor)?
+                .as_ref(),
+        }
+    };
+    let remote = |tensor: usize| match plan.component {
+        ComponentId::Kv => link.kv.get(tensor),
+        ComponentId::Aux => link.aux.get(tensor),
+        ComponentId::State(index) => link.states.get(usize::from(index))?.get(tensor)?.as_ref(),
+    };
+    let pairs = plan.pairs.iter().map(|pair| {
+        let remote = remote(pair.dst).ok_or_else(|| missing("decode", pair.dst))?;
+        Ok(WritePair {
+            local: local(pair.src)
+                .ok_or_else(|| missing("prefill", pair.src))?
+                .clone(),
+            remote: RemoteRegion::from_desc(remote)?,
+            runs: pair.runs.clone(),
+        })
+    });
+    Ok(WriteBatch {
+        pairs: pairs.collect::<Result<_, TransportError>>()?,
+    })
+}
+
+impl Actor for ComponentActor {
+    type Context = Context<Self>;
+}
+
+impl Drop for ComponentActor {
+    fn drop(&mut self) {
+        for handle in self.in_flight.values() {
+            handle.cancel();
+        }
+        let outcome = ComponentOutcome::Died {
+            panicked: std::thread::panicking(),
+        };
+        let report = Report(ComponentReport {
+            key: self.key.clone(),
+            outcome,
+        });
+        #[allow(
+            clippy::disallowed_methods,
+            reason = "a lifecycle notice, sent once, and a drop cannot wait"
+        )]
+        self.rank.do_send(report);
+    }
+}
+
+impl Handler<DoWork> for ComponentActor {
+    type Result = ();
+
+    fn handle(&mut self, DoWork(work): DoWork, context: &mut Context<Self>) {
+        #[cfg(test)]
+        assert!(!self.panics, "an injected panic");
+        let number = self.next_work;
+        self.next_work += 1;
+        let opened = self.session.clone().into_actor(self);
+        let done = opened.then(move |session, actor, _| {
+            let submitted = actor.submit(session, &work);
+            if let Ok((_, _, handle)) = &submitted {
+                actor.in_flight.insert(number, handle.clone());
+            }
+            async move {
+                match submitted {
+                    Err(outcome) => outcome,
+                    Ok((session, plan, handle)) => {
+                        let transport = session.transport().name();
+                        match handle.await {
+                            Ok(moved) => ComponentOutcome::Moved {
+                                bytes: moved.bytes,
+                                ranges: moved.ranges,
+                                truncated_items: plan.truncated_items,
+                                elapsed: moved.elapsed,
+                                transport,
+                            },
+                            Err(error) => failed(transport, &error),
+                        }
+                    }
+                }
+            }
+            .into_actor(actor)
+        });
+        let reported = done.then(move |outcome, actor, _| {
+            actor.in_flight.remove(&number);
+            actor.report(outcome).into_actor(actor)
+        });
+        context.spawn(reported);
+    }
+}
+
+impl Handler<CancelWork> for ComponentActor {
+    type Result = ();
+
+    fn handle(&mut self, _: CancelWork, _: &mut Context<Self>) {
+        self.is_cancelled = true;
+        for handle in self.in_flight.values() {
+            handle.cancel();
+        }
+    }
+}
+
+impl Handler<StopComponent> for ComponentActor {
+    type Result = ();
+
+    fn handle(&mut self, _: StopComponent, context: &mut Context<Self>) {
+        context.stop();
+    }
+}

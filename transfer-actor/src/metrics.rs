@@ -1,1 +1,151 @@
-//! To be written.
+//! What the rank actors of a process count. Names and labels are `common::metrics`'.
+
+use common::metrics as names;
+use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, IntGaugeVec, Opts, Registry};
+
+use crate::api::Role;
+
+/// The counters, registered once for a process and shared by its ranks.
+#[derive(Debug)]
+pub struct TransferMetrics {
+    pub(crate) bytes: IntCounterVec,
+    pub(crate) ranges: IntCounterVec,
+    pub(crate) operations: IntCounterVec,
+    pub(crate) seconds: HistogramVec,
+    pub(crate) failures: IntCounterVec,
+    pub(crate) truncated_items: IntCounterVec,
+    pub(crate) rooms: IntGaugeVec,
+    pub(crate) rooms_finished: IntCounterVec,
+    pub(crate) room_seconds: HistogramVec,
+    pub(crate) room_bootstrap_seconds: HistogramVec,
+    pub(crate) late_messages: IntCounterVec,
+    pub(crate) control_messages: IntCounterVec,
+    pub(crate) malformed: IntCounterVec,
+    pub(crate) ignored_frames: IntCounterVec,
+    pub(crate) send_failures: IntCounterVec,
+    pub(crate) peers: IntGaugeVec,
+    pub(crate) ranks: IntGaugeVec,
+    pub(crate) component_panics: IntCounterVec,
+}
+
+impl Role {
+    /// The metric label.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+        }
+    }
+}
+
+impl TransferMetrics {
+    /// Makes and registers everything.
+    ///
+    /// # Errors
+    /// When a name is registered already.
+    pub fn new(registry: &Registry) -> prometheus::Result<Self> {
+        let counter = |name: &str, help: &str, labels: &[&str]| {
+            let metric = IntCounterVec::new(Opts::new(name, help), labels)?;
+            registry.register(Box::new(metric.clone()))?;
+            Ok::<_, prometheus::Error>(metric)
+        };
+        let gauge = |name: &str, help: &str, labels: &[&str]| {
+            let metric = IntGaugeVec::new(Opts::new(name, help), labels)?;
+            registry.register(Box::new(metric.clone()))?;
+            Ok::<_, prometheus::Error>(metric)
+        };
+        let histogram = |name: &str, help: &str, labels: &[&str]| {
+            let options = HistogramOpts::new(name, help).buckets(names::DURATION_BUCKETS.to_vec());
+            let metric = HistogramVec::new(options, labels)?;
+            registry.register(Box::new(metric.clone()))?;
+            Ok::<_, prometheus::Error>(metric)
+        };
+        let (component, transport, role) = (
+            names::LABEL_COMPONENT,
+            names::LABEL_TRANSPORT,
+            names::LABEL_ROLE,
+        );
+        let (outcome, reason, kind) =
+            (names::LABEL_OUTCOME, names::LABEL_REASON, names::LABEL_KIND);
+        Ok(Self {
+            bytes: counter(
+                names::TRANSFER_BYTES,
+                "bytes that reached the decode's memory",
+                &[component, transport, role],
+            )?,
+            ranges: counter(
+                names::TRANSFER_RANGES,
+                "contiguous ranges written",
+                &[component, transport, role],
+            )?,
+            operations: counter(
+                names::TRANSFER_OPERATIONS,
+                "component transfers that ended",
+                &[component, transport, role, outcome],
+            )?,
+            seconds: histogram(
+                names::TRANSFER_SECONDS,
+                "from submission to completion of a component transfer",
+                &[component, transport, role, outcome],
+            )?,
+            failures: counter(
+                names::TRANSFER_FAILURES,
+                "component transfers that failed",
+                &[component, transport, role, reason],
+            )?,
+            truncated_items: counter(
+                names::TRANSFER_TRUNCATED_ITEMS,
+                "items beyond the common prefix of two index lists",
+                &[component],
+            )?,
+            rooms: gauge(names::ROOMS, "rooms held now", &[role, names::LABEL_STATUS])?,
+            rooms_finished: counter(
+                names::ROOMS_FINISHED,
+                "rooms that came to their end",
+                &[role, outcome],
+            )?,
+            room_seconds: histogram(
+                names::ROOM_SECONDS,
+                "from a room's opening to its end",
+                &[role, outcome],
+            )?,
+            room_bootstrap_seconds: histogram(
+                names::ROOM_BOOTSTRAP_SECONDS,
+                "from a room's opening to its first byte",
+                &[role],
+            )?,
+            late_messages: counter(
+                names::ROOM_LATE_MESSAGES,
+                "messages and results for rooms that are gone",
+                &[role, kind],
+            )?,
+            control_messages: counter(
+                names::CONTROL_MESSAGES,
+                "control messages",
+                &[role, kind, names::LABEL_DIRECTION],
+            )?,
+            malformed: counter(
+                names::CONTROL_MALFORMED,
+                "control messages dropped as malformed",
+                &[role, kind],
+            )?,
+            ignored_frames: counter(
+                names::CONTROL_IGNORED_FRAMES,
+                "unknown trailing frames",
+                &[role],
+            )?,
+            send_failures: counter(
+                names::CONTROL_SEND_FAILURES,
+                "control messages that could not be sent",
+                &[role, reason],
+            )?,
+            peers: gauge(names::PEERS, "sessions to peers", &[role, transport])?,
+            ranks: gauge(names::RANKS, "ranks in this process", &[role])?,
+            component_panics: counter(
+                names::COMPONENT_PANICS,
+                "component actors that died without an answer",
+                &[component],
+            )?,
+        })
+    }
+}

@@ -98,6 +98,7 @@ pub struct PeerPlanner {
     kv_rule: KvRule,
     states: Vec<StatePlanner>,
     aux: Vec<ItemBounds>,
+    sends_aux: bool,
 }
 
 impl PeerPlanner {
@@ -133,8 +134,12 @@ impl PeerPlanner {
         let aux = local.aux.iter().zip(&peer.aux).enumerate();
         let aux =
             aux.filter(|(_, (src, dst))| src.bytes.0 > 0 && src.item_len.0 > 0 && dst.bytes.0 > 0);
+        // Several ranks may feed one decode rank; its aux row is written once, by the first of them
+        // in the last pipeline stage.
+        let sends_aux = tp.sends_replicated() && parallel.pp_rank + 1 == parallel.pp_size;
         Ok(Self {
             options,
+            sends_aux,
             kv,
             kv_rule,
             states: states.collect::<Result<_, _>>()?,
@@ -313,6 +318,13 @@ impl PeerPlanner {
     pub fn plan_aux(&self, src_row: u32, dst_row: u32) -> Result<ComponentPlan, PlanError> {
         self.check_aux(src_row)?;
         check_row(Side::Decode, &self.aux, dst_row)?;
+        if !self.sends_aux {
+            return Ok(ComponentPlan {
+                component: ComponentId::Aux,
+                pairs: Vec::new(),
+                truncated_items: 0,
+            });
+        }
         let run = [IndexRun {
             src: src_row.into(),
             dst: dst_row.into(),
@@ -326,6 +338,17 @@ impl PeerPlanner {
         };
         check_ends(COMPONENT_AUX, &plan, &self.aux)?;
         Ok(plan)
+    }
+
+    /// Whether this rank is the one of those that feed the decode rank that sends the aux row.
+    pub const fn sends_aux(&self) -> bool {
+        self.sends_aux
+    }
+
+    /// The metric label of a state component.
+    pub fn state_label(&self, index: u16) -> &'static str {
+        let state = self.states.get(usize::from(index));
+        state.map_or(crate::metrics::COMPONENT_UNKNOWN, StatePlanner::label)
     }
 
     /// How many state components both sides have.

@@ -92,6 +92,10 @@ impl StatePlanner {
         }
     }
 
+    pub(crate) const fn label(&self) -> &'static str {
+        self.kind.name()
+    }
+
     pub(crate) fn check_destination(&self, dst: &[i32]) -> Result<(), PlanError> {
         let component = self.kind.name();
         if self.kind == StateKind::Mamba && dst.len() > 1 {

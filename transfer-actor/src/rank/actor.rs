@@ -1,0 +1,674 @@
+//! The shell around the core: mailbox, clock, sockets, sessions and children.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use actix::fut::wrap_future;
+use actix::prelude::*;
+use common::ids::{ByteOffset, Endpoint, Generation, Room};
+use common::wire::{ControlMessage, KvPoll, Register, Release};
+use futures::FutureExt;
+use io_engine::{Engine, TransportKind};
+
+use crate::api::{RoomStatus, RoomView};
+use crate::component::{ComponentActor, SharedSession};
+use crate::control::Outboxes;
+use crate::error::ApiError;
+use crate::messages::{
+    CancelWork, DoWork, Handle, Inbound, Malformed, Observe, Report, StopComponent, StopRank,
+    WaitFor,
+};
+use crate::metrics::TransferMetrics;
+use crate::rank::core::{
+    ComponentKey, ComponentOutcome, ComponentReport, Counted, Effect, Event, PeerLink, RankCore,
+    unknown_room,
+};
+use crate::rank::start::{Resolver, publish_registration};
+use crate::rank::{RankBuffers, RankConfig, RankSnapshot, SessionSummary};
+
+/// How often timeouts are looked at.
+const TICK: Duration = Duration::from_millis(250);
+/// How long a stopping rank waits for its last writes and messages.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often it looks whether they are over.
+const DRAIN_POLL: Duration = Duration::from_millis(5);
+
+/// Somebody who waits for a room.
+struct Waiter {
+    wanted: RoomStatus,
+    deadline: Instant,
+    answer: tokio::sync::oneshot::Sender<Result<RoomView, ApiError>>,
+}
+
+pub(crate) struct RankActor {
+    pub(super) config: Arc<RankConfig>,
+    pub(super) core: RankCore,
+    pub(super) engine: Engine,
+    pub(super) buffers: Arc<RankBuffers>,
+    pub(super) metrics: Arc<TransferMetrics>,
+    pub(super) outboxes: Outboxes,
+    pub(super) resolver: Resolver,
+    pub(super) register_opt: Option<Register>,
+    pub(super) control: Endpoint,
+    pub(super) sessions: HashMap<String, SharedSession>,
+    pub(super) components: HashMap<ComponentKey, Addr<ComponentActor>>,
+    pub(super) published: std::collections::HashSet<String>,
+    pub(super) last_census: [usize; 5],
+    waiters: HashMap<Room, Vec<Waiter>>,
+    last_sessions: [i64; TransportKind::ALL.len()],
+    /// Messages on their way to the kernel.
+    sending: usize,
+}
+
+impl RankActor {
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "every part is named, and only `start` calls this"
+    )]
+    pub(super) fn new(
+        config: Arc<RankConfig>,
+        core: RankCore,
+        engine: Engine,
+        buffers: Arc<RankBuffers>,
+        metrics: Arc<TransferMetrics>,
+        resolver: Resolver,
+        register_opt: Option<Register>,
+        control: Endpoint,
+    ) -> Self {
+        let outboxes = Outboxes::new(config.push);
+        Self {
+            config,
+            core,
+            engine,
+            buffers,
+            metrics,
+            outboxes,
+            resolver,
+            register_opt,
+            control,
+            sessions: HashMap::new(),
+            components: HashMap::new(),
+            published: std::collections::HashSet::new(),
+            last_census: [0; 5],
+            waiters: HashMap::new(),
+            last_sessions: [0; TransportKind::ALL.len()],
+            sending: 0,
+        }
+    }
+
+    fn role(&self) -> &'static str {
+        self.config.role.name()
+    }
+
+    /// Lets the core decide and does what it wants. All events come through here.
+    fn apply(&mut self, event: Event, context: &mut Context<Self>) -> Result<(), ApiError> {
+        let reaction = self.core.handle(event, Instant::now());
+        for effect in reaction.effects {
+            self.perform(effect, context);
+        }
+        reaction.error_opt.map_or(Ok(()), Err)
+    }
+
+    fn apply_quietly(&mut self, event: Event, context: &mut Context<Self>) {
+        if let Err(error) = self.apply(event, context) {
+            tracing::debug!(%error, "an event was refused");
+        }
+    }
+
+    fn perform(&mut self, effect: Effect, context: &mut Context<Self>) {
+        match effect {
+            Effect::Send {
+                to,
+                message,
+                about_opt,
+            } => self.send(&to, &message, about_opt, context),
+            Effect::Start { key, link } => self.start_component(key, link, context),
+            Effect::Work { key, work } => self.work(key, work, context),
+            Effect::Cancel { key } => self.tell(&key, CancelWork, context),
+            Effect::Stop { key } => {
+                self.tell(&key, StopComponent, context);
+                self.components.remove(&key);
+            }
+            Effect::Resolve {
+                room,
+                generation,
+                bootstrap,
+                dp_rank_opt,
+            } => {
+                let resolved = self.resolver.resolve(room, bootstrap, dp_rank_opt);
+                let applied =
+                    wrap_future(resolved).map(move |result, actor: &mut Self, context| {
+                        if let Ok(prefill) = &result {
+                            actor.publish(&prefill.bootstrap, context);
+                        }
+                        actor.apply_quietly(
+                            Event::Resolved {
+                                room,
+                                generation,
+                                result,
+                            },
+                            context,
+                        );
+                    });
+                context.spawn(applied);
+            }
+            Effect::WriteAux {
+                room,
+                buffer_index,
+                row,
+                data,
+            } => {
+                self.write_aux(room, buffer_index, row, &data);
+            }
+            Effect::Changed { room } => self.wake(room),
+            Effect::Count(counted) => self.count(&counted),
+        }
+    }
+
+    fn send(
+        &mut self,
+        to: &Endpoint,
+        message: &ControlMessage,
+        about_opt: Option<(Room, Generation)>,
+        context: &mut Context<Self>,
+    ) {
+        let kind = message.kind();
+        let frames = match message.encode(Release::NEWEST) {
+            Ok(frames) => frames,
+            Err(error) => {
+                tracing::error!(%to, kind, %error, "a message of ours cannot be written");
+                return;
+            }
+        };
+        let (role, to) = (self.role(), to.clone());
+        let labels = [role, kind, "sent"];
+        self.metrics
+            .control_messages
+            .with_label_values(&labels)
+            .inc();
+        let sent = self.outboxes.send(&to, &frames);
+        self.sending += 1;
+        let watched = wrap_future(sent).map(move |result, actor: &mut Self, context| {
+            actor.sending -= 1;
+            let Err(error) = result else { return };
+            actor
+                .metrics
+                .send_failures
+                .with_label_values(&[role, error.kind()])
+                .inc();
+            tracing::info!(%to, kind, %error, "a control message could not be sent");
+            actor.outboxes.close(&to);
+            let reason = error.to_string();
+            actor.apply_quietly(
+                Event::SendFailed {
+                    to,
+                    about_opt,
+                    kind,
+                    reason,
+                },
+                context,
+            );
+        });
+        context.spawn(watched);
+    }
+
+    fn start_component(
+        &mut self,
+        key: ComponentKey,
+        link: Arc<PeerLink>,
+        context: &mut Context<Self>,
+    ) {
+        let session = self.session(&link);
+        let buffers = Arc::clone(&self.buffers);
+        let actor = ComponentActor::new(key.clone(), link, buffers, session, context.address());
+        // Children run on this rank's own arbiter, beside it.
+        self.components.insert(key, actor.start());
+    }
+
+    /// The session to a peer's engine: opened once, on a thread that may block, and again when it
+    /// has died.
+    fn session(&mut self, link: &PeerLink) -> SharedSession {
+        let key = &link.engine.key;
+        if let Some(known) = self.sessions.get(key) {
+            let usable = match known.peek() {
+                None => true,
+                Some(Ok(session)) => session.is_alive(),
+                Some(Err(_)) => false,
+            };
+            if usable {
+                return known.clone();
+            }
+        }
+        let (engine, desc) = (self.engine.clone(), link.engine.clone());
+        let opened = tokio::task::spawn_blocking(move || engine.connect(&desc)).map(|joined| {
+            joined.unwrap_or_else(|error| {
+                Err(io_engine::TransportError::quiesced(
+                    io_engine::TransportErrorKind::Io,
+                    format!("opening the session: {error}"),
+                ))
+            })
+        });
+        let shared = opened.boxed().shared();
+        self.sessions.insert(key.clone(), shared.clone());
+        shared
+    }
+
+    fn work(
+        &mut self,
+        key: ComponentKey,
+        work: crate::rank::core::Work,
+        context: &mut Context<Self>,
+    ) {
+        let Some(address) = self.components.get(&key) else {
+            return self.component_died(key, false, context);
+        };
+        let sent = wrap_future(address.send(DoWork(work)));
+        context.spawn(sent.map(move |result, actor: &mut Self, context| {
+            if result.is_err() {
+                actor.component_died(key, false, context);
+            }
+        }));
+    }
+
+    fn tell<M>(&mut self, key: &ComponentKey, message: M, context: &mut Context<Self>)
+    where
+        M: Message<Result = ()> + Send + 'static,
+        ComponentActor: Handler<M>,
+    {
+        if let Some(address) = self.components.get(key) {
+            // One that is gone needs no orders.
+            context.spawn(wrap_future(address.send(message).map(|_| ())));
+        }
+    }
+
+    fn component_died(&mut self, key: ComponentKey, panicked: bool, context: &mut Context<Self>) {
+        self.components.remove(&key);
+        let outcome = ComponentOutcome::Died { panicked };
+        self.apply_quietly(Event::Component(ComponentReport { key, outcome }), context);
+    }
+
+    fn write_aux(&mut self, room: Room, buffer_index: u32, row: u32, data: &[u8]) {
+        let index = buffer_index as usize;
+        let layout = self.buffers.layout.aux.get(index);
+        let region = self.buffers.aux.get(index).and_then(Option::as_ref);
+        let (Some(layout), Some(region)) = (layout, region) else {
+            return tracing::warn!(%room, buffer_index, "aux data for a buffer that this rank has not");
+        };
+        let fits = data.len() as u64 <= layout.item_len.get();
+        let offset = u64::from(row).checked_mul(layout.item_len.get());
+        let (Some(offset), true) = (offset, fits) else {
+            return tracing::warn!(%room, buffer_index, row, bytes = data.len(), "aux data beyond its row");
+        };
+        if let Err(error) = region.write(ByteOffset(offset), data) {
+            tracing::warn!(%room, buffer_index, row, %error, "aux data cannot be put into its buffer");
+        }
+    }
+
+    /// Tells a prefill's bootstrap server of this decode rank, once. Nothing depends on it: a
+    /// server of SGLang's own answers 404.
+    fn publish(&mut self, bootstrap: &str, context: &mut Context<Self>) {
+        let Some(register) = &self.register_opt else {
+            return;
+        };
+        if !self.published.insert(bootstrap.to_owned()) {
+            return;
+        }
+        let layout = &self.buffers.layout;
+        let published = publish_registration(bootstrap.to_owned(), register, layout);
+        context.spawn(wrap_future(published));
+    }
+
+    fn wake(&mut self, room: Room) {
+        let Some(waiters) = self.waiters.remove(&room) else {
+            return;
+        };
+        let view_opt = self.core.view(room);
+        let now = Instant::now();
+        let mut waiting = Vec::new();
+        for waiter in waiters {
+            match &view_opt {
+                Some(view) if is_reached(view, waiter.wanted) || waiter.deadline <= now => {
+                    // A waiter that has gone is told nothing.
+                    let _ = waiter.answer.send(Ok(view.clone()));
+                }
+                Some(_) => waiting.push(waiter),
+                None => {
+                    let _ = waiter.answer.send(Err(unknown_room(room)));
+                }
+            }
+        }
+        if !waiting.is_empty() {
+            self.waiters.insert(room, waiting);
+        }
+    }
+
+    fn count(&self, counted: &Counted) {
+        let role = self.role();
+        match counted {
+            Counted::RoomFinished { poll, elapsed } => {
+                self.metrics
+                    .rooms_finished
+                    .with_label_values(&[role, poll.name()])
+                    .inc();
+                let seconds = self
+                    .metrics
+                    .room_seconds
+                    .with_label_values(&[role, poll.name()]);
+                seconds.observe(elapsed.as_secs_f64());
+            }
+            Counted::RoomBegan { elapsed } => {
+                let seconds = self
+                    .metrics
+                    .room_bootstrap_seconds
+                    .with_label_values(&[role]);
+                seconds.observe(elapsed.as_secs_f64());
+            }
+            Counted::Late { kind } => {
+                self.metrics
+                    .late_messages
+                    .with_label_values(&[role, kind])
+                    .inc();
+            }
+        }
+    }
+
+    /// One event for each piece of work: bytes, time, transport, outcome.
+    fn count_component(&self, report: &ComponentReport) {
+        let component = self.buffers.layout.component_label(report.key.component);
+        let role = self.role();
+        match &report.outcome {
+            ComponentOutcome::Moved {
+                bytes,
+                ranges,
+                truncated_items,
+                elapsed,
+                transport,
+            } => {
+                let labels = [component, *transport, role];
+                self.metrics.bytes.with_label_values(&labels).inc_by(*bytes);
+                self.metrics
+                    .ranges
+                    .with_label_values(&labels)
+                    .inc_by(*ranges);
+                let labels = [component, *transport, role, "success"];
+                self.metrics.operations.with_label_values(&labels).inc();
+                self.metrics
+                    .seconds
+                    .with_label_values(&labels)
+                    .observe(elapsed.as_secs_f64());
+                if *truncated_items > 0 {
+                    let counter = self.metrics.truncated_items.with_label_values(&[component]);
+                    counter.inc_by(*truncated_items);
+                    tracing::warn!(
+                        room = %report.key.room, component, truncated_items,
+                        "the two sides' index lists differ in length; their common prefix was moved"
+                    );
+                }
+            }
+            ComponentOutcome::Failed {
+                kind,
+                reason,
+                transport,
+                ..
+            } => {
+                let outcome = if *kind == "cancelled" {
+                    "aborted"
+                } else {
+                    "failed"
+                };
+                let labels = [component, *transport, role, outcome];
+                self.metrics.operations.with_label_values(&labels).inc();
+                if outcome == "failed" {
+                    let labels = [component, *transport, role, *kind];
+                    self.metrics.failures.with_label_values(&labels).inc();
+                    let (room, endpoint) = (report.key.room, &report.key.endpoint);
+                    tracing::warn!(%room, %endpoint, component, transport, reason, "a transfer failed");
+                }
+            }
+            ComponentOutcome::Died { .. } => {}
+        }
+    }
+
+    /// Gauges are sums over the ranks of a process, so each rank adds its differences.
+    fn update_gauges(&mut self) {
+        let role = self.role();
+        let census = self.core.census().by_status;
+        for ((poll, now), before) in KvPoll::ALL.into_iter().zip(census).zip(self.last_census) {
+            let gauge = self.metrics.rooms.with_label_values(&[role, poll.name()]);
+            gauge.add(now as i64 - before as i64);
+        }
+        self.last_census = census;
+        let mut sessions = [0; TransportKind::ALL.len()];
+        for session in self.sessions.values() {
+            let Some(Ok(session)) = session.peek() else {
+                continue;
+            };
+            let position = TransportKind::ALL
+                .iter()
+                .position(|kind| *kind == session.transport());
+            if let Some(count) = position.and_then(|position| sessions.get_mut(position)) {
+                *count += i64::from(session.is_alive());
+            }
+        }
+        self.publish_sessions(sessions);
+    }
+
+    fn publish_sessions(&mut self, sessions: [i64; TransportKind::ALL.len()]) {
+        let role = self.role();
+        for ((kind, now), before) in TransportKind::ALL
+            .into_iter()
+            .zip(sessions)
+            .zip(self.last_sessions)
+        {
+            self.metrics
+                .peers
+                .with_label_values(&[role, kind.name()])
+                .add(now - before);
+        }
+        self.last_sessions = sessions;
+    }
+
+    fn open_sessions(&self) -> Vec<SessionSummary> {
+        let mut open: Vec<SessionSummary> = self
+            .sessions
+            .iter()
+            .filter_map(|(peer, session)| match session.peek() {
+                Some(Ok(session)) if session.is_alive() => Some(SessionSummary {
+                    peer: peer.clone(),
+                    transport: session.transport().name().to_owned(),
+                }),
+                _ => None,
+            })
+            .collect();
+        open.sort_by(|one, other| one.peer.cmp(&other.peer));
+        open
+    }
+}
+
+fn is_reached(view: &RoomView, wanted: RoomStatus) -> bool {
+    view.status == RoomStatus::Failed || view.status >= wanted
+}
+
+impl Actor for RankActor {
+    type Context = Context<Self>;
+
+    fn started(&mut self, context: &mut Context<Self>) {
+        context.set_mailbox_capacity(1024);
+        self.metrics.ranks.with_label_values(&[self.role()]).inc();
+        context.run_interval(TICK, |actor, context| {
+            actor.apply_quietly(Event::Tick, context);
+            actor.update_gauges();
+            let now = Instant::now();
+            let overdue = actor
+                .waiters
+                .iter()
+                .filter(|(_, waiters)| waiters.iter().any(|waiter| waiter.deadline <= now));
+            let overdue: Vec<Room> = overdue.map(|(room, _)| *room).collect();
+            overdue.into_iter().for_each(|room| actor.wake(room));
+        });
+    }
+
+    fn stopped(&mut self, _: &mut Context<Self>) {
+        let role = self.role();
+        self.metrics.ranks.with_label_values(&[role]).dec();
+        for (poll, before) in KvPoll::ALL.into_iter().zip(self.last_census) {
+            self.metrics
+                .rooms
+                .with_label_values(&[role, poll.name()])
+                .sub(before as i64);
+        }
+    }
+}
+
+impl Handler<Handle> for RankActor {
+    type Result = Result<Option<RoomView>, ApiError>;
+
+    fn handle(
+        &mut self,
+        Handle(event, about_opt): Handle,
+        context: &mut Context<Self>,
+    ) -> Self::Result {
+        self.apply(event, context)?;
+        Ok(about_opt.and_then(|room| self.core.view(room)))
+    }
+}
+
+impl Handler<Inbound> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, inbound: Inbound, context: &mut Context<Self>) {
+        let labels = [self.role(), inbound.message.kind(), "received"];
+        self.metrics
+            .control_messages
+            .with_label_values(&labels)
+            .inc();
+        if inbound.ignored_frames > 0 {
+            let ignored = self
+                .metrics
+                .ignored_frames
+                .with_label_values(&[self.role()]);
+            ignored.inc_by(inbound.ignored_frames as u64);
+        }
+        self.apply_quietly(Event::Message(inbound.message), context);
+    }
+}
+
+impl Handler<Malformed> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, malformed: Malformed, _: &mut Context<Self>) {
+        let Malformed { kind, error, peer } = malformed;
+        self.metrics
+            .malformed
+            .with_label_values(&[self.role(), kind])
+            .inc();
+        tracing::warn!(%peer, kind, reason = error.kind(), %error, "a control message was dropped");
+    }
+}
+
+impl Handler<WaitFor> for RankActor {
+    type Result = ResponseFuture<Result<RoomView, ApiError>>;
+
+    fn handle(&mut self, wait: WaitFor, _: &mut Context<Self>) -> Self::Result {
+        let Some(view) = self.core.view(wait.room) else {
+            return Box::pin(std::future::ready(Err(unknown_room(wait.room))));
+        };
+        let wanted = wait.wanted_opt.unwrap_or(view.status);
+        if is_reached(&view, wanted) {
+            return Box::pin(std::future::ready(Ok(view)));
+        }
+        let (answer, answered) = tokio::sync::oneshot::channel();
+        let deadline = Instant::now() + wait.timeout;
+        self.waiters.entry(wait.room).or_default().push(Waiter {
+            wanted,
+            deadline,
+            answer,
+        });
+        let room = wait.room;
+        Box::pin(async move { answered.await.unwrap_or_else(|_| Err(unknown_room(room))) })
+    }
+}
+
+impl Handler<Observe> for RankActor {
+    type Result = MessageResult<Observe>;
+
+    fn handle(&mut self, _: Observe, _: &mut Context<Self>) -> Self::Result {
+        let (peers, registered_with) = match &self.core {
+            RankCore::Prefill(core) => (core.peers(), Vec::new()),
+            RankCore::Decode(core) => (Vec::new(), core.registered()),
+        };
+        MessageResult(RankSnapshot {
+            role: self.config.role,
+            engine_key: self.engine.desc().key,
+            control: self.control.to_string(),
+            rooms: self.core.census(),
+            peers,
+            registered_with,
+            sessions: self.open_sessions(),
+            components: self.components.len(),
+        })
+    }
+}
+
+impl Handler<Report> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, Report(report): Report, context: &mut Context<Self>) {
+        if let ComponentOutcome::Died { panicked } = report.outcome {
+            if panicked {
+                let component = self.buffers.layout.component_label(report.key.component);
+                self.metrics
+                    .component_panics
+                    .with_label_values(&[component])
+                    .inc();
+                tracing::error!(room = %report.key.room, component, "a component actor panicked");
+            }
+            return self.component_died(report.key, panicked, context);
+        }
+        self.count_component(&report);
+        self.apply_quietly(Event::Component(report), context);
+    }
+}
+
+impl Handler<StopRank> for RankActor {
+    type Result = ResponseFuture<()>;
+
+    fn handle(&mut self, StopRank(reason): StopRank, context: &mut Context<Self>) -> Self::Result {
+        self.apply_quietly(Event::Shutdown { reason }, context);
+        let (done, is_done) = tokio::sync::oneshot::channel();
+        self.drain(Instant::now() + DRAIN_TIMEOUT, done, context);
+        Box::pin(is_done.map(|_| ()))
+    }
+}
+
+impl RankActor {
+    /// Ends the actor once nothing is being written and nothing is being sent, or time is up.
+    fn drain(
+        &mut self,
+        deadline: Instant,
+        done: tokio::sync::oneshot::Sender<()>,
+        context: &mut Context<Self>,
+    ) {
+        let is_drained = self.core.pending_work() == 0 && self.sending == 0;
+        if !is_drained && Instant::now() < deadline {
+            context.run_later(DRAIN_POLL, move |actor, context| {
+                actor.drain(deadline, done, context)
+            });
+            return;
+        }
+        if !is_drained {
+            tracing::warn!(
+                pending = self.core.pending_work(),
+                "a rank ended before its writes had drained"
+            );
+        }
+        for waiter in std::mem::take(&mut self.waiters).into_values().flatten() {
+            // A waiter that has gone is told nothing.
+            let _ = waiter.answer.send(Err(super::rank_gone()));
+        }
+        self.update_gauges();
+        let _ = done.send(());
+        context.stop();
+    }
+}

@@ -1,0 +1,653 @@
+//! The rules of a decode rank.
+
+use std::collections::{BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Instant;
+
+use common::ids::{Endpoint, Generation, Room};
+use common::room::advance;
+use common::schema::RankLayout;
+use common::wire::{
+    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, KvPoll, Register, Status, TransferInfo,
+};
+
+use crate::api::RoomView;
+use crate::error::ApiError;
+use crate::rank::core::event::{
+    Announcement, Counted, Effect, Event, OpenCommand, PrefillTarget, ResolvedPrefill,
+};
+use crate::rank::core::tombstones::Tombstones;
+use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
+
+/// The policy under which the decode allocates only once the prefill is complete.
+pub(crate) const PREFILL_COMPLETE: &str = "prefill_complete";
+
+/// What a decode core knows of its own rank.
+#[derive(Clone, Debug)]
+pub struct DecodeIdentity {
+    /// The rank's buffers.
+    pub layout: RankLayout,
+    /// Its REGISTER; also its endpoint and engine key.
+    pub register: Register,
+    /// `early` or `prefill_complete`; the prefill's must be the same.
+    pub allocation_policy: String,
+}
+
+/// One use of a room.
+#[derive(Debug)]
+struct DecodeRoom {
+    generation: Generation,
+    poll: KvPoll,
+    reason_opt: Option<String>,
+    opened: Instant,
+    touched: Instant,
+    prefill_opt: Option<Arc<ResolvedPrefill>>,
+    announcement_opt: Option<Announcement>,
+    /// Whether prefill ranks know where to write.
+    is_published: bool,
+    successes: BTreeSet<i64>,
+    /// Ranks that have proved that they write no more.
+    acknowledged: BTreeSet<i64>,
+    is_abort_sent: bool,
+}
+
+/// All rooms of one decode rank.
+#[derive(Debug)]
+pub struct DecodeCore {
+    identity: DecodeIdentity,
+    timeouts: Timeouts,
+    limits: Limits,
+    rooms: HashMap<Room, DecodeRoom>,
+    prefills: HashMap<(String, u32), Arc<ResolvedPrefill>>,
+    registered: HashSet<Endpoint>,
+    tombstones: Tombstones,
+    last_generation: u64,
+}
+
+impl DecodeCore {
+    /// A rank without rooms.
+    pub fn new(identity: DecodeIdentity, timeouts: Timeouts, limits: Limits) -> Self {
+        Self {
+            identity,
+            timeouts,
+            limits,
+            rooms: HashMap::new(),
+            prefills: HashMap::new(),
+            registered: HashSet::new(),
+            tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
+            last_generation: 0,
+        }
+    }
+
+    pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
+        match event {
+            Event::Message(message) => Reaction::done(self.message(message, now)),
+            Event::Open(command) => Reaction::of(self.open(command, now)),
+            Event::Announce { room, announcement } => {
+                Reaction::of(self.announce(room, announcement, now))
+            }
+            Event::Abort { room, reason } => Reaction::of(self.abort(room, &reason, now)),
+            Event::Clear { room } => Reaction::of(self.clear(room, now)),
+            Event::Resolved {
+                room,
+                generation,
+                result,
+            } => Reaction::done(self.resolved(room, generation, result, now)),
+            Event::SendFailed {
+                to,
+                about_opt,
+                kind,
+                reason,
+            } => Reaction::done(self.send_failed(&to, about_opt, kind, &reason, now)),
+            Event::Tick => Reaction::done(self.tick(now)),
+            Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
+            Event::Chunk { .. } => Reaction::refused(wrong_role("sending a chunk", "prefill")),
+            Event::PrefillComplete { .. } => {
+                Reaction::refused(wrong_role("prefill-complete", "prefill"))
+            }
+            Event::Component(_) => Reaction::default(),
+        }
+    }
+
+    pub(super) fn view(&self, room: Room) -> Option<RoomView> {
+        let state = self.rooms.get(&room)?;
+        Some(RoomView {
+            room: room.get(),
+            generation: state.generation.get(),
+            status: state.poll.into(),
+            reason: state.reason_opt.clone(),
+            decode_prefix_len: None,
+            transfers: Vec::new(),
+            release_safe: state.is_release_safe(),
+        })
+    }
+
+    pub(super) fn census(&self) -> Census {
+        let mut census = Census {
+            tombstones: self.tombstones.len(),
+            ..Census::default()
+        };
+        for room in self.rooms.values() {
+            census.by_status[room.poll as usize] += 1;
+        }
+        census
+    }
+
+    /// The prefill ranks that this rank has registered with.
+    pub fn registered(&self) -> Vec<String> {
+        let mut registered: Vec<String> = self.registered.iter().map(Endpoint::to_string).collect();
+        registered.sort();
+        registered
+    }
+
+    fn open(&mut self, command: OpenCommand, now: Instant) -> Result<Vec<Effect>, ApiError> {
+        let room = command.room;
+        let bootstrap = command.bootstrap_opt.ok_or_else(|| {
+            ApiError::new(
+                400,
+                "bootstrap_missing",
+                format!(
+                    "room {room}: a decode rank needs the prefill's bootstrap server (host:port)"
+                ),
+            )
+        })?;
+        if self.rooms.contains_key(&room) {
+            let message = format!("room {room} is open on this rank; clear it first");
+            return Err(ApiError::new(409, "room_exists", message));
+        }
+        if self.rooms.len() >= self.limits.rooms {
+            let message = format!(
+                "this rank holds {} rooms, its limit; clear finished rooms",
+                self.rooms.len()
+            );
+            return Err(ApiError::new(429, "too_many_rooms", message));
+        }
+        self.last_generation += 1;
+        let generation = Generation(self.last_generation);
+        self.tombstones.lift(room);
+        let known = command
+            .prefill_dp_rank_opt
+            .and_then(|dp_rank| self.prefills.get(&(bootstrap.clone(), dp_rank)).cloned());
+        self.rooms.insert(
+            room,
+            DecodeRoom {
+                generation,
+                poll: KvPoll::Bootstrapping,
+                reason_opt: None,
+                opened: now,
+                touched: now,
+                prefill_opt: None,
+                announcement_opt: None,
+                is_published: false,
+                successes: BTreeSet::new(),
+                acknowledged: BTreeSet::new(),
+                is_abort_sent: false,
+            },
+        );
+        let mut effects = vec![Effect::Changed { room }];
+        match known.or_else(|| self.only_prefill(&bootstrap, command.prefill_dp_rank_opt)) {
+            Some(prefill) => self.use_prefill(room, prefill, now, &mut effects),
+            None => effects.push(Effect::Resolve {
+                room,
+                generation,
+                bootstrap,
+                dp_rank_opt: command.prefill_dp_rank_opt,
+            }),
+        }
+        Ok(effects)
+    }
+
+    /// An engine without data parallelism needs no question about the rank.
+    fn only_prefill(
+        &self,
+        bootstrap: &str,
+        dp_rank_opt: Option<u32>,
+    ) -> Option<Arc<ResolvedPrefill>> {
+        if dp_rank_opt.is_some() {
+            return None;
+        }
+        let known = self.prefills.get(&(bootstrap.to_owned(), 0))?;
+        known.is_only_dp_rank.then(|| Arc::clone(known))
+    }
+
+    fn resolved(
+        &mut self,
+        room: Room,
+        generation: Generation,
+        result: Result<ResolvedPrefill, String>,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        let prefill = result.map(Arc::new);
+        if let Ok(prefill) = &prefill {
+            let key = (prefill.bootstrap.clone(), prefill.dp_rank);
+            self.prefills.insert(key, Arc::clone(prefill));
+        }
+        if !self.is_current(room, generation) {
+            return vec![late("resolved")];
+        }
+        match prefill {
+            Ok(prefill) => self.use_prefill(room, prefill, now, &mut effects),
+            Err(reason) => self.fail(room, &reason, now, &mut effects),
+        }
+        effects
+    }
+
+    fn use_prefill(
+        &mut self,
+        room: Room,
+        prefill: Arc<ResolvedPrefill>,
+        now: Instant,
+        effects: &mut Vec<Effect>,
+    ) {
+        if prefill.decode_allocation_policy != self.identity.allocation_policy {
+            let reason = format!(
+                "the decode allocation policy is {} at the prefill and {} here; set the same on both sides",
+                prefill.decode_allocation_policy, self.identity.allocation_policy
+            );
+            return self.fail(room, &reason, now, effects);
+        }
+        let Some(state) = self
+            .rooms
+            .get_mut(&room)
+            .filter(|state| !state.poll.is_terminal())
+        else {
+            return;
+        };
+        state.touched = now;
+        let about_opt = Some((room, state.generation));
+        for target in &prefill.targets {
+            if self.registered.insert(target.endpoint.clone()) {
+                effects.push(Effect::Send {
+                    to: target.endpoint.clone(),
+                    message: ControlMessage::Register(Box::new(self.identity.register.clone())),
+                    about_opt,
+                });
+            }
+        }
+        if self.identity.allocation_policy == PREFILL_COMPLETE {
+            let reply_to = self.identity.register.endpoint.clone();
+            effects.extend(prefill.targets.iter().map(|target| Effect::Send {
+                to: target.endpoint.clone(),
+                message: ControlMessage::Bootstrap(Bootstrap {
+                    room,
+                    reply_to: reply_to.clone(),
+                }),
+                about_opt,
+            }));
+        } else {
+            state.advance(room, KvPoll::WaitingForInput, effects);
+        }
+        state.prefill_opt = Some(prefill);
+        self.publish(room, now, effects);
+    }
+
+    fn announce(
+        &mut self,
+        room: Room,
+        announcement: Announcement,
+        now: Instant,
+    ) -> Result<Vec<Effect>, ApiError> {
+        let state = self
+            .rooms
+            .get_mut(&room)
+            .ok_or_else(|| unknown_room(room))?;
+        if state.poll.is_terminal() {
+            let reason = state.reason_opt.clone().unwrap_or_default();
+            let message = format!("room {room} has ended: {reason}");
+            return Err(ApiError::new(409, "room_failed", message));
+        }
+        if state.announcement_opt.is_some() {
+            let message = format!("room {room} was announced already");
+            return Err(ApiError::new(409, "room_announced", message));
+        }
+        check_announcement(&self.identity.layout, &announcement).map_err(|reason| {
+            ApiError::new(400, "bad_indices", format!("room {room}: {reason}"))
+        })?;
+        state.announcement_opt = Some(announcement);
+        let mut effects = Vec::new();
+        self.publish(room, now, &mut effects);
+        Ok(effects)
+    }
+
+    /// Tells the prefill ranks where to write, once both are known: they, and where.
+    fn publish(&mut self, room: Room, now: Instant, effects: &mut Vec<Effect>) {
+        let Some(state) = self.rooms.get_mut(&room) else {
+            return;
+        };
+        let ready = state.poll == KvPoll::WaitingForInput && !state.is_published;
+        let (Some(prefill), Some(announcement)) = (&state.prefill_opt, &state.announcement_opt)
+        else {
+            return;
+        };
+        if !ready {
+            return;
+        }
+        state.is_published = true;
+        state.touched = now;
+        let register = &self.identity.register;
+        for target in &prefill.targets {
+            let empty = TransferInfo {
+                room,
+                endpoint: register.endpoint.clone(),
+                engine_key: register.engine.key.clone(),
+                kv_indices: Vec::new(),
+                aux_index: None,
+                state_indices: Vec::new(),
+                required_dst_info_num: prefill.mapping.required_dst_info_num,
+                // Empty in a dummy: 0.5.23's prefill takes a dummy with a prefix for real.
+                decode_prefix_len: None,
+            };
+            let info = if target.is_dummy {
+                empty
+            } else {
+                TransferInfo {
+                    kv_indices: announcement.kv_indices.clone(),
+                    aux_index: announcement.aux_index_opt,
+                    state_indices: announcement.state_indices.clone(),
+                    decode_prefix_len: announcement.decode_prefix_len_opt,
+                    ..empty
+                }
+            };
+            effects.push(Effect::Send {
+                to: target.endpoint.clone(),
+                message: ControlMessage::TransferInfo(info),
+                about_opt: Some((room, state.generation)),
+            });
+        }
+    }
+
+    fn message(&mut self, message: ControlMessage, now: Instant) -> Vec<Effect> {
+        match message {
+            ControlMessage::Status(status) => self.status(status, now),
+            ControlMessage::AbortAck(ack) => self.abort_ack(&ack),
+            ControlMessage::AuxData(aux) => self.aux_data(aux),
+            // A prefill's messages come to decode ranks only; the others are nobody's.
+            other => vec![late(other.kind())],
+        }
+    }
+
+    fn status(&mut self, status: Status, now: Instant) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        let room = status.room;
+        let Some(state) = self
+            .rooms
+            .get_mut(&room)
+            .filter(|state| !state.poll.is_terminal())
+        else {
+            return vec![late("status")];
+        };
+        let prefill = state.prefill_opt.as_ref();
+        let expected = prefill.is_some_and(|prefill| {
+            prefill
+                .targets
+                .iter()
+                .any(|target| target.unique_rank == status.prefill_rank)
+        });
+        if !expected {
+            // A rank that was not asked; perhaps of an older engine behind the same address.
+            return vec![late("status")];
+        }
+        state.touched = now;
+        match status.poll {
+            KvPoll::Failed => {
+                let reason = status
+                    .reason
+                    .unwrap_or_else(|| "no reason given".to_owned());
+                let reason = format!("prefill rank {}: {reason}", status.prefill_rank);
+                self.fail(room, &reason, now, &mut effects);
+            }
+            KvPoll::Success if !state.is_published => effects.push(late("status")),
+            KvPoll::Success => {
+                state.successes.insert(status.prefill_rank);
+                let required = state.prefill_opt.as_ref().map_or(u32::MAX, |prefill| {
+                    prefill.mapping.required_prefill_response_num
+                });
+                if state.successes.len() >= required as usize {
+                    state.advance(room, KvPoll::Success, &mut effects);
+                    let elapsed = now.duration_since(state.opened);
+                    effects.push(Effect::Count(Counted::RoomFinished {
+                        poll: KvPoll::Success,
+                        elapsed,
+                    }));
+                } else {
+                    state.advance(room, KvPoll::Transferring, &mut effects);
+                }
+            }
+            poll => {
+                state.advance(room, poll, &mut effects);
+                self.publish(room, now, &mut effects);
+            }
+        }
+        effects
+    }
+
+    fn abort_ack(&mut self, ack: &AbortAck) -> Vec<Effect> {
+        let room = ack.room;
+        let Some(state) = self
+            .rooms
+            .get_mut(&room)
+            .filter(|state| state.is_abort_sent)
+        else {
+            return vec![late("abort_ack")];
+        };
+        // Without a generation it may answer an older abort of the same number.
+        if ack.generation != i64::try_from(state.generation.get()).ok() {
+            return vec![late("abort_ack")];
+        }
+        state.acknowledged.insert(ack.prefill_rank);
+        vec![Effect::Changed { room }]
+    }
+
+    fn aux_data(&mut self, aux: AuxData) -> Vec<Effect> {
+        let state = self
+            .rooms
+            .get(&aux.room)
+            .filter(|state| !state.poll.is_terminal() && state.is_published);
+        let expected = state
+            .and_then(|state| state.announcement_opt.as_ref())
+            .is_some_and(|announcement| announcement.aux_index_opt == Some(aux.aux_index));
+        if !expected {
+            return vec![late("aux_data")];
+        }
+        vec![Effect::WriteAux {
+            room: aux.room,
+            buffer_index: aux.buffer_index,
+            row: aux.aux_index,
+            data: aux.data,
+        }]
+    }
+
+    fn abort(&mut self, room: Room, reason: &str, now: Instant) -> Result<Vec<Effect>, ApiError> {
+        if !self.rooms.contains_key(&room) {
+            return Err(unknown_room(room));
+        }
+        let mut effects = Vec::new();
+        self.fail(room, reason, now, &mut effects);
+        Ok(effects)
+    }
+
+    fn clear(&mut self, room: Room, now: Instant) -> Result<Vec<Effect>, ApiError> {
+        if !self.rooms.contains_key(&room) {
+            return Err(unknown_room(room));
+        }
+        let mut effects = Vec::new();
+        self.fail(room, "the engine cleared the room", now, &mut effects);
+        self.rooms.remove(&room);
+        self.tombstones.lay(room, false, now);
+        effects.push(Effect::Changed { room });
+        Ok(effects)
+    }
+
+    /// Fails a room that has not ended. Every prefill rank that may be writing is asked to stop and
+    /// to say so, whoever failed first.
+    fn fail(&mut self, room: Room, reason: &str, now: Instant, effects: &mut Vec<Effect>) {
+        let Some(state) = self
+            .rooms
+            .get_mut(&room)
+            .filter(|state| !state.poll.is_terminal())
+        else {
+            return;
+        };
+        state.reason_opt.get_or_insert_with(|| reason.to_owned());
+        state.advance(room, KvPoll::Failed, effects);
+        state.touched = now;
+        let elapsed = now.duration_since(state.opened);
+        effects.push(Effect::Count(Counted::RoomFinished {
+            poll: KvPoll::Failed,
+            elapsed,
+        }));
+        let Some(prefill) = &state.prefill_opt else {
+            return;
+        };
+        state.is_abort_sent = true;
+        for target in &prefill.targets {
+            effects.push(Effect::Send {
+                to: target.endpoint.clone(),
+                message: ControlMessage::Abort(Abort {
+                    room,
+                    reply_to: Some(self.identity.register.endpoint.clone()),
+                    generation: i64::try_from(state.generation.get()).ok(),
+                }),
+                about_opt: None,
+            });
+        }
+    }
+
+    fn send_failed(
+        &mut self,
+        to: &Endpoint,
+        about_opt: Option<(Room, Generation)>,
+        kind: &'static str,
+        reason: &str,
+        now: Instant,
+    ) -> Vec<Effect> {
+        // What is known of this prefill may be old: it is asked for again by the next room.
+        self.registered.remove(to);
+        self.prefills
+            .retain(|_, prefill| !prefill.targets.iter().any(|target| target.endpoint == *to));
+        let mut effects = Vec::new();
+        if let Some((room, generation)) = about_opt
+            && self.is_current(room, generation)
+        {
+            let reason = format!("prefill rank {to} cannot be reached ({kind}): {reason}");
+            self.fail(room, &reason, now, &mut effects);
+        }
+        effects
+    }
+
+    fn tick(&mut self, now: Instant) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.tombstones.expire(now);
+        let timeouts = self.timeouts;
+        let overdue = self.rooms.iter().filter_map(|(room, state)| {
+            let (limit, reason) = match state.poll {
+                KvPoll::Bootstrapping => (timeouts.bootstrap, "the prefill side was not ready"),
+                KvPoll::WaitingForInput if !state.is_published => {
+                    (timeouts.waiting, "the engine did not announce the room")
+                }
+                KvPoll::WaitingForInput | KvPoll::Transferring => {
+                    (timeouts.waiting, "the prefill side did not finish")
+                }
+                KvPoll::Failed | KvPoll::Success => (timeouts.retention, ""),
+            };
+            (now.duration_since(state.touched) >= limit).then_some((*room, limit, reason))
+        });
+        let overdue: Vec<_> = overdue.collect();
+        for (room, limit, reason) in overdue {
+            if reason.is_empty() {
+                tracing::warn!(%room, "a room that ended long ago was never cleared; it is forgotten");
+                self.rooms.remove(&room);
+                self.tombstones.lay(room, false, now);
+                effects.push(Effect::Changed { room });
+            } else {
+                let reason = format!("{reason} within {} s", limit.as_secs());
+                self.fail(room, &reason, now, &mut effects);
+            }
+        }
+        effects
+    }
+
+    fn shutdown(&mut self, reason: &str, now: Instant) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        let rooms: Vec<Room> = self.rooms.keys().copied().collect();
+        for room in rooms {
+            self.fail(room, reason, now, &mut effects);
+        }
+        effects
+    }
+
+    fn is_current(&self, room: Room, generation: Generation) -> bool {
+        self.rooms
+            .get(&room)
+            .is_some_and(|state| state.generation == generation)
+    }
+}
+
+impl DecodeRoom {
+    fn advance(&mut self, room: Room, poll: KvPoll, effects: &mut Vec<Effect>) {
+        let next = advance(Some(self.poll), poll).unwrap_or(self.poll);
+        if next != self.poll {
+            self.poll = next;
+            effects.push(Effect::Changed { room });
+        }
+    }
+
+    /// Whether no prefill rank can write to the announced places any more.
+    fn is_release_safe(&self) -> bool {
+        match self.poll {
+            KvPoll::Success => true,
+            KvPoll::Failed if !self.is_published => true,
+            KvPoll::Failed => self.prefill_opt.as_ref().is_some_and(|prefill| {
+                let writers = prefill.targets.iter().filter(|target| !target.is_dummy);
+                let mut writers = writers.map(|target: &PrefillTarget| target.unique_rank);
+                writers
+                    .all(|rank| self.acknowledged.contains(&rank) || self.successes.contains(&rank))
+            }),
+            _ => false,
+        }
+    }
+}
+
+/// The engine's own mistakes are told to it at once, before any prefill hears of them.
+fn check_announcement(layout: &RankLayout, announcement: &Announcement) -> Result<(), String> {
+    let within = |label: &str, indices: &[i32], tensors: &[common::schema::TensorLayout]| {
+        let mut seen = HashSet::with_capacity(indices.len());
+        for index in indices {
+            let number =
+                u64::try_from(*index).map_err(|_| format!("{label}: index {index} is negative"))?;
+            if !seen.insert(number) {
+                return Err(format!("{label}: index {index} stands in the list twice"));
+            }
+            for (position, tensor) in tensors.iter().enumerate() {
+                let items = tensor.bytes.get().checked_div(tensor.item_len.get());
+                if let Some(items) = items.filter(|items| *items > 0 && number >= *items) {
+                    return Err(format!(
+                        "{label}: index {index} leaves tensor {position}, which has {items} items"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    };
+    within("kv", &announcement.kv_indices, &layout.kv.tensors)?;
+    if announcement.state_indices.len() > layout.states.len() {
+        return Err(format!(
+            "{} lists of state indices for {} components",
+            announcement.state_indices.len(),
+            layout.states.len()
+        ));
+    }
+    for (state, indices) in layout.states.iter().zip(&announcement.state_indices) {
+        within(state.kind.name(), indices, &state.tensors)?;
+    }
+    match announcement.aux_index_opt.map(i32::try_from) {
+        None => Ok(()),
+        Some(Ok(row)) => within("aux", &[row], &layout.aux),
+        Some(Err(_)) => Err("aux: the row does not fit 31 bits".to_owned()),
+    }
+}
+
+fn late(kind: &'static str) -> Effect {
+    Effect::Count(Counted::Late { kind })
+}

@@ -1,0 +1,192 @@
+//! The rules of a rank's rooms, pure: events and a clock in, effects out.
+//!
+//! Nothing here knows sockets, threads, actors or the io engine, so a test can drive whole
+//! lifetimes of rooms without waiting. [`PrefillCore`] and [`DecodeCore`] hold the rules of the
+//! two roles (`spec/control-plane.md`, "A room's life").
+
+mod decode;
+mod event;
+mod prefill;
+mod prefill_room;
+#[cfg(test)]
+mod tests;
+mod tombstones;
+
+use std::time::{Duration, Instant};
+
+use common::ids::Room;
+
+use crate::api::{RoomStatus, RoomView};
+use crate::error::ApiError;
+
+pub use decode::{DecodeCore, DecodeIdentity};
+pub use event::*;
+pub use prefill::{PeerSummary, PrefillCore, PrefillIdentity};
+pub use tombstones::Tombstones;
+
+/// How long a room may stay in each state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    /// Opened, and the other half has not come.
+    pub bootstrap: Duration,
+    /// Announced, and the engine or the prefill has not begun or finished.
+    pub waiting: Duration,
+    /// Bytes are moving, and nothing is reported.
+    pub transfer: Duration,
+    /// Ended, and the engine has not cleared it.
+    pub retention: Duration,
+    /// A tombstone.
+    pub tombstone: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            bootstrap: Duration::from_secs(300),
+            waiting: Duration::from_secs(300),
+            transfer: Duration::from_secs(300),
+            retention: Duration::from_secs(600),
+            tombstone: Duration::from_secs(600),
+        }
+    }
+}
+
+/// How much a rank holds at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Rooms that the engine has opened and not cleared.
+    pub rooms: usize,
+    /// Rooms that a peer has announced and the engine has not opened.
+    pub early_rooms: usize,
+    /// Registered peers.
+    pub peers: usize,
+    /// Tombstones.
+    pub tombstones: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            rooms: 65_536,
+            early_rooms: 65_536,
+            peers: 16_384,
+            tombstones: 65_536,
+        }
+    }
+}
+
+/// The core of either role.
+#[derive(Debug)]
+pub enum RankCore {
+    /// Sends state.
+    Prefill(Box<PrefillCore>),
+    /// Receives state.
+    Decode(Box<DecodeCore>),
+}
+
+impl RankCore {
+    /// Applies one event. Effects are to be done in their order.
+    ///
+    /// # Errors
+    /// Only for engine commands that cannot be done; such a command changed nothing, except that a
+    /// chunk with wrong indices fails its room. Everything else never errs.
+    pub fn handle(&mut self, event: Event, now: Instant) -> Reaction {
+        match self {
+            Self::Prefill(core) => core.handle(event, now),
+            Self::Decode(core) => core.handle(event, now),
+        }
+    }
+
+    /// A room as its engine sees it.
+    pub fn view(&self, room: Room) -> Option<RoomView> {
+        match self {
+            Self::Prefill(core) => core.view(room),
+            Self::Decode(core) => core.view(room),
+        }
+    }
+
+    /// Pieces of work that have not been reported.
+    pub fn pending_work(&self) -> usize {
+        match self {
+            Self::Prefill(core) => core.pending_work(),
+            Self::Decode(_) => 0,
+        }
+    }
+
+    /// How many rooms are in each status, and how many are early or gone.
+    pub fn census(&self) -> Census {
+        match self {
+            Self::Prefill(core) => core.census(),
+            Self::Decode(core) => core.census(),
+        }
+    }
+}
+
+/// What an event led to.
+#[derive(Debug, Default)]
+pub struct Reaction {
+    /// What is to be done, in order.
+    pub effects: Vec<Effect>,
+    /// Why a command was refused.
+    pub error_opt: Option<ApiError>,
+}
+
+impl Reaction {
+    pub(crate) fn done(effects: Vec<Effect>) -> Self {
+        Self {
+            effects,
+            error_opt: None,
+        }
+    }
+
+    pub(crate) fn refused(error: ApiError) -> Self {
+        Self {
+            effects: Vec::new(),
+            error_opt: Some(error),
+        }
+    }
+
+    pub(crate) fn of(result: Result<Vec<Effect>, ApiError>) -> Self {
+        result.map_or_else(Self::refused, Self::done)
+    }
+}
+
+/// Counts of rooms.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Census {
+    /// By number of the status: failed, bootstrapping, waiting, transferring, success.
+    pub by_status: [usize; 5],
+    /// Announced by a peer and not opened.
+    pub early: usize,
+    /// Gone and remembered.
+    pub tombstones: usize,
+}
+
+pub(crate) fn unknown_room(room: Room) -> ApiError {
+    ApiError::new(
+        404,
+        "unknown_room",
+        format!("room {room} is not open on this rank; open it first"),
+    )
+}
+
+pub(crate) fn wrong_role(what: &str, role: &str) -> ApiError {
+    ApiError::new(
+        400,
+        "wrong_role",
+        format!("{what} is for {role} ranks only"),
+    )
+}
+
+impl From<common::wire::KvPoll> for RoomStatus {
+    fn from(poll: common::wire::KvPoll) -> Self {
+        use common::wire::KvPoll;
+        match poll {
+            KvPoll::Failed => Self::Failed,
+            KvPoll::Bootstrapping => Self::Bootstrapping,
+            KvPoll::WaitingForInput => Self::WaitingForInput,
+            KvPoll::Transferring => Self::Transferring,
+            KvPoll::Success => Self::Success,
+        }
+    }
+}

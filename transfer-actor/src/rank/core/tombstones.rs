@@ -1,0 +1,121 @@
+//! What is remembered of rooms that are gone, bounded in number and time.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use common::ids::Room;
+
+/// Rooms that were cleared, or aborted before they were known.
+#[derive(Debug)]
+pub struct Tombstones {
+    capacity: usize,
+    lifetime: Duration,
+    rooms: HashMap<Room, Tombstone>,
+    order: VecDeque<(Instant, Room)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Tombstone {
+    laid: Instant,
+    /// Whether the peer gave the room up before it was known here.
+    was_aborted: bool,
+}
+
+impl Tombstones {
+    /// Keeps at most `capacity` for `lifetime`.
+    pub fn new(capacity: usize, lifetime: Duration) -> Self {
+        Self {
+            capacity,
+            lifetime,
+            rooms: HashMap::new(),
+            order: VecDeque::new(),
+        }
+    }
+
+    /// Remembers a room. The oldest is forgotten when there is no space.
+    pub fn lay(&mut self, room: Room, was_aborted: bool, now: Instant) {
+        self.rooms.insert(
+            room,
+            Tombstone {
+                laid: now,
+                was_aborted,
+            },
+        );
+        self.order.push_back((now, room));
+        while self.rooms.len() > self.capacity {
+            self.forget_oldest();
+        }
+    }
+
+    /// Whether a room is remembered.
+    pub fn contains(&self, room: Room) -> bool {
+        self.rooms.contains_key(&room)
+    }
+
+    /// Forgets a room that is opened again; whether the peer had given it up unseen.
+    pub fn lift(&mut self, room: Room) -> bool {
+        self.rooms
+            .remove(&room)
+            .is_some_and(|tombstone| tombstone.was_aborted)
+    }
+
+    /// Forgets what is too old.
+    pub fn expire(&mut self, now: Instant) {
+        while let Some((laid, _)) = self.order.front() {
+            if now.duration_since(*laid) < self.lifetime {
+                break;
+            }
+            self.forget_oldest();
+        }
+    }
+
+    /// How many rooms are remembered.
+    pub fn len(&self) -> usize {
+        self.rooms.len()
+    }
+
+    /// Whether no room is remembered.
+    pub fn is_empty(&self) -> bool {
+        self.rooms.is_empty()
+    }
+
+    fn forget_oldest(&mut self) {
+        let Some((laid, room)) = self.order.pop_front() else {
+            return;
+        };
+        // A room that was laid again since has a younger entry in the order.
+        if self
+            .rooms
+            .get(&room)
+            .is_some_and(|tombstone| tombstone.laid == laid)
+        {
+            self.rooms.remove(&room);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bounded_in_number_and_time() {
+        let begin = Instant::now();
+        let room = |number| Room::new(number).expect("a room");
+        let mut tombstones = Tombstones::new(3, Duration::from_secs(10));
+        for number in 0..5 {
+            tombstones.lay(room(number), false, begin + Duration::from_secs(number));
+        }
+        assert_eq!(tombstones.len(), 3);
+        assert!(!tombstones.contains(room(1)) && tombstones.contains(room(2)));
+        tombstones.lay(room(2), true, begin + Duration::from_secs(9));
+        tombstones.expire(begin + Duration::from_secs(14));
+        assert_eq!(
+            tombstones.len(),
+            1,
+            "only the one that was laid again is young enough"
+        );
+        assert!(tombstones.lift(room(2)));
+        assert!(tombstones.is_empty());
+    }
+}
