@@ -37,8 +37,6 @@ pub(crate) struct ComponentActor {
     in_flight: HashMap<u64, TransferHandle>,
     next_work: u64,
     is_cancelled: bool,
-    #[cfg(test)]
-    panics: bool,
 }
 
 impl ComponentActor {
@@ -58,15 +56,7 @@ impl ComponentActor {
             in_flight: HashMap::new(),
             next_work: 0,
             is_cancelled: false,
-            #[cfg(test)]
-            panics: false,
         }
-    }
-
-    #[cfg(test)]
-    pub(crate) fn panicking(mut self) -> Self {
-        self.panics = true;
-        self
     }
 
     fn report(&self, outcome: ComponentOutcome) -> impl Future<Output = ()> + use<> {
@@ -216,8 +206,6 @@ impl Handler<DoWork> for ComponentActor {
     type Result = ();
 
     fn handle(&mut self, DoWork(work): DoWork, context: &mut Context<Self>) {
-        #[cfg(test)]
-        assert!(!self.panics, "an injected panic");
         let number = self.next_work;
         self.next_work += 1;
         let opened = self.session.clone().into_actor(self);
