@@ -1,1 +1,165 @@
-//! To be written.
+//! The command line and environment of `transfer-actor`. SGLang's variables are honoured where it
+//! has one.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use io_engine::{FaultSpec, TransportKind};
+use zmtp::PushOptions;
+
+use crate::rank::Timeouts;
+
+const DEFAULT_METRICS_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 9401);
+const DEFAULT_BIND: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+const DEFAULT_HOST: &str = "127.0.0.1";
+const DEFAULT_ATTACH_SOCKET: &str = "/tmp/ferry-attach.sock";
+const DEFAULT_API_SOCKET: &str = "/tmp/ferry-api.sock";
+
+/// Moves the state of requests between prefill and decode engines.
+#[derive(Debug, Parser)]
+#[command(version, propagate_version = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Hosts the rank actors of this host for engines that attach over a Unix socket.
+    Serve(Box<ServeConfig>),
+}
+
+/// How logs are written, to standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Pretty,
+    /// One JSON object a line.
+    Json,
+}
+
+/// Options of `serve`.
+#[derive(Clone, Debug, Args)]
+pub struct ServeConfig {
+    /// Unix socket where engines attach their pools.
+    #[arg(long, value_name = "PATH", env = "FERRY_ATTACH_SOCKET", default_value = DEFAULT_ATTACH_SOCKET)]
+    pub attach_socket: PathBuf,
+    /// Unix socket of the HTTP API, where engines drive their rooms.
+    #[arg(long, value_name = "PATH", env = "FERRY_API_SOCKET", default_value = DEFAULT_API_SOCKET)]
+    pub api_socket: PathBuf,
+    /// Address of /metrics and /health for all ranks of this process.
+    #[arg(long, value_name = "ADDR:PORT", env = "FERRY_METRICS_LISTEN", default_value_t = DEFAULT_METRICS_LISTEN)]
+    pub metrics_listen: SocketAddr,
+    /// Address of this host that peers are told; they must be able to reach it.
+    #[arg(long, value_name = "ADDR", env = "SGLANG_HOST_IP", default_value = DEFAULT_HOST)]
+    pub host: String,
+    /// Address that control and transfer sockets listen on.
+    #[arg(long, value_name = "ADDR", env = "FERRY_BIND", default_value_t = DEFAULT_BIND)]
+    pub bind: IpAddr,
+    /// Ports for control sockets, for example 20000-20063; any free port if absent.
+    #[arg(long, value_name = "FIRST-LAST", env = "FERRY_CONTROL_PORTS", value_parser = parse_ports)]
+    pub control_ports: Option<RangeInclusive<u16>>,
+    /// Transports that may be used, in the order of choice: local, cma, tcp.
+    #[arg(long, value_name = "NAMES", env = "FERRY_TRANSPORTS", value_delimiter = ',', default_values_t = TransportKind::ALL)]
+    pub transports: Vec<TransportKind>,
+    /// Believes the pid and addresses of peers that are no Ferry engines, for the cma transport.
+    #[arg(long, env = "FERRY_CMA_TRUST_DESCRIPTORS")]
+    pub cma_trust_descriptors: bool,
+    /// Fails a room whose two index lists of a paged component differ in length, instead of moving
+    /// their common prefix.
+    #[arg(long, env = "FERRY_STRICT_LENGTHS")]
+    pub strict_lengths: bool,
+    /// Seconds that a room may wait for its other half, and a prefill for its bootstrap server.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
+        default_value_t = 300
+    )]
+    pub bootstrap_timeout: u64,
+    /// Seconds that an announced room may wait for its engine or its prefill.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+        default_value_t = 300
+    )]
+    pub waiting_timeout: u64,
+    /// Seconds that a write may go on without an end.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "FERRY_TRANSFER_TIMEOUT",
+        default_value_t = 300
+    )]
+    pub transfer_timeout: u64,
+    /// Seconds that sending a control message may take.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "SGLANG_DISAGGREGATION_ZMQ_SEND_TIMEOUT",
+        default_value_t = 1
+    )]
+    pub send_timeout: u64,
+    /// How logs are written; FERRY_LOG sets their level, for example debug.
+    #[arg(long, value_enum, env = "FERRY_LOG_FORMAT", default_value_t = LogFormat::Pretty)]
+    pub log_format: LogFormat,
+    /// Injects a fault into one write, to test whoever must notice: KIND:LABEL[:NTH].
+    #[arg(long, value_name = "SPEC", hide = true)]
+    pub inject_fault: Option<FaultSpec>,
+}
+
+impl ServeConfig {
+    /// The rank's timeouts.
+    pub fn timeouts(&self) -> Timeouts {
+        Timeouts {
+            bootstrap: Duration::from_secs(self.bootstrap_timeout),
+            waiting: Duration::from_secs(self.waiting_timeout),
+            transfer: Duration::from_secs(self.transfer_timeout),
+            ..Timeouts::default()
+        }
+    }
+
+    /// How peers are sent to.
+    pub fn push_options(&self) -> PushOptions {
+        let send_timeout = Duration::from_secs(self.send_timeout);
+        PushOptions {
+            send_timeout,
+            connect_timeout: send_timeout,
+            ..PushOptions::default()
+        }
+    }
+}
+
+fn parse_ports(text: &str) -> Result<RangeInclusive<u16>, String> {
+    let expected = || format!("{text:?} is not FIRST-LAST, two ports from 1 to 65535");
+    let (first, last) = text.split_once('-').ok_or_else(expected)?;
+    let port = |text: &str| text.parse::<u16>().ok().filter(|port| *port > 0);
+    match (port(first), port(last)) {
+        (Some(first), Some(last)) if first <= last => Ok(first..=last),
+        _ => Err(expected()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        <Cli as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn ranges_of_ports_are_read() {
+        assert_eq!(parse_ports("20000-20063"), Ok(20000..=20063));
+        for bad in ["", "5", "9-5", "0-5", "1-70000", "a-b"] {
+            assert!(parse_ports(bad).is_err(), "{bad:?}");
+        }
+    }
+}

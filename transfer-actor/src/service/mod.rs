@@ -1,1 +1,133 @@
-//! To be written.
+//! `transfer-actor serve`: the rank actors of a host, for engines written in anything.
+//!
+//! An engine attaches over one Unix socket with its pools' descriptors ([`attach`]), and drives
+//! its rooms over HTTP on another ([`http`]). The rank lives as long as the attach connection.
+
+mod attach;
+mod http;
+mod layout;
+mod sockets;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use actix_web::dev::ServerHandle;
+use anyhow::{Context, Result};
+use prometheus::Registry;
+
+use crate::config::ServeConfig;
+use crate::error::ApiError;
+use crate::metrics::TransferMetrics;
+use crate::rank::RankHandle;
+use crate::shutdown::Shutdown;
+
+pub use layout::{LayoutError, place_layout};
+
+/// What the parts of the service share.
+pub(crate) struct Service {
+    pub config: ServeConfig,
+    pub registry: Registry,
+    pub metrics: Arc<TransferMetrics>,
+    ranks: Mutex<BTreeMap<u32, RankHandle>>,
+    next_rank: AtomicU32,
+    is_ending: AtomicBool,
+}
+
+impl Service {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, RankHandle>> {
+        self.ranks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn add(&self, rank: RankHandle) -> u32 {
+        let number = self.next_rank.fetch_add(1, Ordering::Relaxed);
+        self.lock().insert(number, rank);
+        number
+    }
+
+    pub(crate) fn remove(&self, number: u32) {
+        self.lock().remove(&number);
+    }
+
+    pub(crate) fn ranks(&self) -> Vec<(u32, RankHandle)> {
+        self.lock()
+            .iter()
+            .map(|(number, rank)| (*number, rank.clone()))
+            .collect()
+    }
+
+    pub(crate) fn rank(&self, number: u32) -> Result<RankHandle, ApiError> {
+        self.lock().get(&number).cloned().ok_or_else(|| {
+            let message = format!("there is no rank {number}; GET /v1/ranks lists them");
+            ApiError::new(404, "unknown_rank", message)
+        })
+    }
+
+    /// Whether the service takes new ranks and rooms.
+    pub(crate) fn is_open(&self) -> bool {
+        !self.is_ending.load(Ordering::Acquire)
+    }
+}
+
+/// Runs until a signal: binds every socket, says so, serves, and ends cleanly.
+///
+/// # Errors
+/// When a socket cannot be bound (it is named), or the server breaks.
+pub async fn serve(config: ServeConfig) -> Result<()> {
+    let registry = Registry::new();
+    let metrics = Arc::new(TransferMetrics::new(&registry).context("registering metrics")?);
+    let attach_listener = sockets::bind(&config.attach_socket)?;
+    let api_listener = sockets::bind(&config.api_socket)?;
+    let metrics_listener = std::net::TcpListener::bind(config.metrics_listen)
+        .with_context(|| format!("binding the metrics port {}", config.metrics_listen))?;
+    let metrics_address = metrics_listener.local_addr()?;
+    let service = Arc::new(Service {
+        config,
+        registry,
+        metrics,
+        ranks: Mutex::default(),
+        next_rank: AtomicU32::new(0),
+        is_ending: AtomicBool::new(false),
+    });
+    let api = http::api_server(Arc::clone(&service), api_listener)?;
+    let metrics = http::metrics_server(Arc::clone(&service), metrics_listener)?;
+    let handles = [api.handle(), metrics.handle()];
+    let attaching = tokio::spawn(attach::accept(Arc::clone(&service), attach_listener));
+    tracing::info!(
+        attach = %service.config.attach_socket.display(),
+        api = %service.config.api_socket.display(),
+        metrics = %metrics_address,
+        "ready"
+    );
+    let mut shutdown = Shutdown::listen().context("listening for signals")?;
+    let servers = async { tokio::try_join!(api, metrics) };
+    tokio::pin!(servers);
+    let ended = tokio::select! {
+        ended = &mut servers => ended.map(|_| ()).context("the http server ended"),
+        signal = shutdown.requested() => {
+            tracing::info!(signal, "ending; a second signal ends at once");
+            tokio::select! {
+                () = end(&service, &handles) => {}
+                signal = shutdown.requested() => tracing::warn!(signal, "ending at once"),
+            }
+            Ok(())
+        }
+    };
+    attaching.abort();
+    for path in [&service.config.attach_socket, &service.config.api_socket] {
+        sockets::remove(path);
+    }
+    ended
+}
+
+/// No new ranks and rooms; open rooms fail and their peers are told; then the servers stop.
+async fn end(service: &Service, servers: &[ServerHandle]) {
+    service.is_ending.store(true, Ordering::Release);
+    let ranks = service.ranks();
+    let stops = ranks
+        .iter()
+        .map(|(_, rank)| rank.stop("the transfer service is shutting down"));
+    futures::future::join_all(stops).await;
+    // Long polls have been answered by now: their rooms are gone.
+    futures::future::join_all(servers.iter().map(|server| server.stop(true))).await;
+}
