@@ -1,1 +1,28 @@
+//! The bootstrap server: where ranks register and find each other.
+//!
+//! What it does: speaks SGLang's bootstrap protocol ([`sglang`]), keeps registrations in a
+//! [`store`], and shows them over an admin API, a page and metrics.
+//!
+//! What is absent on purpose: anything about transfers. The rules ([`registry`]) are pure; only
+//! the store touches the disk, and only the prober dials ranks.
+//!
+//! Invariants:
+//! * a change is on the disk before it is acknowledged or seen by any reader;
+//! * a command changes everything it should or nothing;
+//! * the topology JSON has only keys that the release which registered knows.
 
+#![forbid(unsafe_code)]
+
+pub mod admin;
+pub mod config;
+pub mod error;
+pub mod fields;
+pub mod metrics;
+pub mod page;
+pub mod probe;
+pub mod registry;
+pub mod rooms;
+pub mod routes;
+pub mod sglang;
+pub mod store;
+pub mod writer;

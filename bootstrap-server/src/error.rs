@@ -1,0 +1,77 @@
+//! What a client is told, and what ends the process.
+
+use actix_web::http::StatusCode;
+use actix_web::{HttpResponse, ResponseError};
+use serde_json::json;
+
+/// An error of the admin API: `{code, message}` with a stable code.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{code}: {message}")]
+pub struct ApiError {
+    /// The HTTP status.
+    pub status: u16,
+    /// A stable word.
+    pub code: &'static str,
+    /// What happened, where, and what to do.
+    pub message: String,
+}
+
+impl ApiError {
+    /// Joins the three parts.
+    pub fn new(status: u16, code: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            status,
+            code,
+            message: message.into(),
+        }
+    }
+}
+
+impl ResponseError for ApiError {
+    fn status_code(&self) -> StatusCode {
+        StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR)
+    }
+
+    fn error_response(&self) -> HttpResponse {
+        let body = json!({ "code": self.code, "message": self.message });
+        HttpResponse::build(self.status_code()).json(body)
+    }
+}
+
+/// Why the store cannot be used or a change could not be made durable.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// Another process holds the folder, or it cannot be opened.
+    #[error(
+        "the store in {folder} cannot be opened: {reason} (is another bootstrap server using it?)"
+    )]
+    Open {
+        /// The folder.
+        folder: String,
+        /// What sled said.
+        reason: String,
+    },
+    /// A value was written by a version that this one does not know.
+    #[error(
+        "the store holds {key} in version {version}, this server knows version {known}; use the newer server or another --data-dir"
+    )]
+    Version {
+        /// The value's key.
+        key: String,
+        /// Its version.
+        version: u8,
+        /// Ours.
+        known: u8,
+    },
+    /// A value cannot be read.
+    #[error("the store holds {key}, which cannot be read: {reason}")]
+    Corrupt {
+        /// The value's key.
+        key: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A change could not be written or synchronised.
+    #[error("the change could not be made durable: {0}")]
+    Commit(String),
+}

@@ -1,0 +1,110 @@
+//! What the server counts. Names and labels are `common::metrics`'.
+
+use common::metrics as names;
+use prometheus::{
+    Histogram, HistogramOpts, HistogramVec, IntCounterVec, IntGaugeVec, Opts, Registry,
+};
+
+/// The counters; clones share them.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)]
+pub struct Metrics {
+    pub registry: Registry,
+    pub requests: IntCounterVec,
+    pub request_seconds: HistogramVec,
+    pub ranks: IntGaugeVec,
+    pub ranks_expected: IntGaugeVec,
+    pub generation: IntGaugeVec,
+    pub generations: IntCounterVec,
+    pub registrations: IntGaugeVec,
+    pub rooms: IntGaugeVec,
+    pub rooms_evicted: IntCounterVec,
+    pub ranks_probed: IntGaugeVec,
+    pub unknown_fields: IntCounterVec,
+    pub store_seconds: Histogram,
+}
+
+impl Metrics {
+    /// Makes and registers everything.
+    ///
+    /// # Errors
+    /// When a name is registered already.
+    pub fn new() -> prometheus::Result<Self> {
+        let registry = Registry::new();
+        let counter = |name: &str, help: &str, labels: &[&str]| {
+            let metric = IntCounterVec::new(Opts::new(name, help), labels)?;
+            registry.register(Box::new(metric.clone()))?;
+            Ok::<_, prometheus::Error>(metric)
+        };
+        let gauge = |name: &str, help: &str, labels: &[&str]| {
+            let metric = IntGaugeVec::new(Opts::new(name, help), labels)?;
+            registry.register(Box::new(metric.clone()))?;
+            Ok::<_, prometheus::Error>(metric)
+        };
+        let options = |name: &str, help: &str| {
+            HistogramOpts::new(name, help).buckets(names::DURATION_BUCKETS.to_vec())
+        };
+        let request_seconds = HistogramVec::new(
+            options(names::BOOTSTRAP_REQUEST_SECONDS, "time to answer a request"),
+            &[names::LABEL_ROUTE],
+        )?;
+        registry.register(Box::new(request_seconds.clone()))?;
+        let store_seconds = Histogram::with_opts(options(
+            names::BOOTSTRAP_STORE_SECONDS,
+            "time to make one group of changes durable",
+        ))?;
+        registry.register(Box::new(store_seconds.clone()))?;
+        let namespace = [names::LABEL_NAMESPACE];
+        Ok(Self {
+            requests: counter(
+                names::BOOTSTRAP_REQUESTS,
+                "http requests",
+                &[names::LABEL_ROUTE, names::LABEL_CODE],
+            )?,
+            request_seconds,
+            ranks: gauge(
+                names::BOOTSTRAP_RANKS,
+                "registered prefill ranks",
+                &namespace,
+            )?,
+            ranks_expected: gauge(
+                names::BOOTSTRAP_RANKS_EXPECTED,
+                "ranks of a complete engine",
+                &namespace,
+            )?,
+            generation: gauge(
+                names::BOOTSTRAP_GENERATION,
+                "the engine's generation",
+                &namespace,
+            )?,
+            generations: counter(
+                names::BOOTSTRAP_GENERATIONS,
+                "generations that replaced another",
+                &namespace,
+            )?,
+            registrations: gauge(
+                names::BOOTSTRAP_REGISTRATIONS,
+                "registrations of io engines",
+                &namespace,
+            )?,
+            rooms: gauge(names::BOOTSTRAP_ROOMS, "rooms with a dp rank", &namespace)?,
+            rooms_evicted: counter(
+                names::BOOTSTRAP_ROOMS_EVICTED,
+                "rooms that left before their time",
+                &namespace,
+            )?,
+            ranks_probed: gauge(
+                names::BOOTSTRAP_RANKS_PROBED,
+                "ranks by what the last probes found",
+                &[names::LABEL_NAMESPACE, names::LABEL_STATE],
+            )?,
+            unknown_fields: counter(
+                names::BOOTSTRAP_UNKNOWN_FIELDS,
+                "fields of registrations that no known release sends",
+                &namespace,
+            )?,
+            store_seconds,
+            registry,
+        })
+    }
+}

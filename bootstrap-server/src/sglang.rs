@@ -1,0 +1,356 @@
+//! The five routes that SGLang calls (`spec/bootstrap-http.md`), byte for byte.
+
+use std::time::Instant;
+
+use actix_web::http::{Method, StatusCode, header};
+use actix_web::web::{Bytes, Data};
+use actix_web::{HttpRequest, HttpResponse};
+use serde_json::Value;
+
+use crate::fields;
+use crate::probe::may_probe;
+use crate::registry::{Command, Generation, RankId, Refused, Registration, ReplyRelease};
+use crate::routes::Server;
+use crate::writer::{WriteError, now};
+
+const TEXT: &str = "text/plain; charset=utf-8";
+const JSON: &str = "application/json; charset=utf-8";
+const MAX_ROOM: u64 = i64::MAX as u64;
+/// Rooms of one query at most; SGLang asks for those of one scheduling step.
+const MAX_QUERY_ROOMS: usize = 65_536;
+
+pub(crate) fn text(status: StatusCode, body: impl Into<String>) -> HttpResponse {
+    HttpResponse::build(status)
+        .content_type(TEXT)
+        .body(body.into())
+}
+
+fn bad_request(reason: impl Into<String>) -> HttpResponse {
+    text(StatusCode::BAD_REQUEST, reason)
+}
+
+pub(crate) fn not_allowed(allowed: &'static str) -> HttpResponse {
+    HttpResponse::MethodNotAllowed()
+        .insert_header((header::ALLOW, allowed))
+        .content_type(TEXT)
+        .body("405: Method Not Allowed")
+}
+
+/// `/route`, every method.
+pub(crate) async fn route(request: HttpRequest, server: Data<Server>, body: Bytes) -> HttpResponse {
+    match *request.method() {
+        Method::PUT => put_route(&request, &server, &body).await,
+        Method::GET => get_route(&request, &server),
+        _ => HttpResponse::MethodNotAllowed()
+            .content_type(JSON)
+            .body("Method not allowed"),
+    }
+}
+
+async fn put_route(request: &HttpRequest, server: &Server, body: &[u8]) -> HttpResponse {
+    let peer_opt = request.peer_addr().map(|peer| peer.ip());
+    let parsed = fields::object(body).and_then(|map| {
+        let dialled = map
+            .get("rank_ip")
+            .and_then(Value::as_str)
+            .is_some_and(|ip| may_probe(ip, peer_opt));
+        Registration::parse(&map, dialled, now())
+    });
+    let registration = match parsed {
+        Ok(registration) => registration,
+        Err(reason) => {
+            tracing::warn!(peer = ?peer_opt, reason, "a registration was refused");
+            return bad_request(reason);
+        }
+    };
+    let (id, instance) = (registration.id, registration.rank.instance());
+    let command = Command::PutRank(Box::new(registration));
+    let written = server
+        .registrations
+        .change(&server.namespace, command)
+        .await;
+    match written {
+        Ok(applied) => {
+            let began = applied.began_generation;
+            tracing::info!(peer = ?peer_opt, rank = %id, instance, what = applied.what, began, "put route");
+            text(StatusCode::OK, "OK")
+        }
+        Err(error) => {
+            tracing::warn!(peer = ?peer_opt, rank = %id, instance, ?error, "put route refused");
+            write_error(error)
+        }
+    }
+}
+
+fn write_error(error: WriteError) -> HttpResponse {
+    match error {
+        WriteError::Refused(Refused::Inconsistent(reason)) => bad_request(reason),
+        WriteError::Refused(Refused::Retired(reason)) => text(StatusCode::CONFLICT, reason),
+        WriteError::Refused(Refused::Unknown) => text(StatusCode::NOT_FOUND, "404: Not Found"),
+        WriteError::Store(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
+    }
+}
+
+/// The first value of a query parameter, percent-decoded.
+fn parameter(request: &HttpRequest, name: &str) -> Option<String> {
+    let pairs =
+        actix_web::web::Query::<Vec<(String, String)>>::from_query(request.query_string()).ok()?;
+    let found = pairs.iter().find(|(key, _)| key == name);
+    found
+        .map(|(_, value)| value.clone())
+        .filter(|value| !value.is_empty())
+}
+
+fn rank_number(name: &str, value: &str) -> Result<i64, String> {
+    let digits = value.strip_prefix('-').unwrap_or(value);
+    let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let number = value.parse().ok().filter(|_| plain);
+    number.ok_or_else(|| format!("{name} is {value:?}, expected an integer"))
+}
+
+fn get_route(request: &HttpRequest, server: &Server) -> HttpResponse {
+    let names = [
+        "prefill_dp_rank",
+        "prefill_cp_rank",
+        "target_tp_rank",
+        "target_pp_rank",
+    ];
+    let values = names.map(|name| parameter(request, name));
+    if values.iter().any(Option::is_none) {
+        return bad_request("Missing inputs for bootstrap server.");
+    }
+    let mut ranks = [0; 4];
+    for ((slot, name), value) in ranks.iter_mut().zip(names).zip(values) {
+        match rank_number(name, &value.unwrap_or_default()) {
+            Ok(number) => *slot = number,
+            Err(reason) => return bad_request(reason),
+        }
+    }
+    let state = server.registrations.state();
+    let space = state.namespaces.get(&server.namespace);
+    let complete = space.filter(|space| space.is_complete());
+    let generation = complete.and_then(|space| Some((space, space.generation_opt.as_ref()?)));
+    let Some((space, generation)) = generation else {
+        let registered = space.map_or(0, |space| space.ranks.len());
+        let reason =
+            format!("Prefill server not fully registered yet ({registered} workers registered).");
+        return text(StatusCode::SERVICE_UNAVAILABLE, reason);
+    };
+    // Decodes of older releases fail on a key that they do not know, so this goes into a header.
+    let number = ("x-ferry-generation", generation.number.to_string());
+    if ranks == [-1; 4] {
+        return HttpResponse::Ok()
+            .insert_header(number)
+            .content_type(JSON)
+            .body(topology(generation));
+    }
+    let [dp, cp, tp, pp] = ranks;
+    let narrow = |rank: i64| u32::try_from(rank).ok();
+    let id = (|| {
+        Some(RankId {
+            dp: narrow(dp)?,
+            cp: narrow(cp)?,
+            tp: narrow(tp)?,
+            pp: narrow(pp)?,
+        })
+    })();
+    match id.and_then(|id| space.ranks.get(&id)) {
+        Some(rank) => {
+            let ip = python_string(&rank.ip);
+            let body = format!("{{\"rank_ip\": {ip}, \"rank_port\": {}}}", rank.port);
+            HttpResponse::Ok()
+                .insert_header(number)
+                .content_type(JSON)
+                .body(body)
+        }
+        None => {
+            let reason = format!(
+                "Bootstrap info not found for dp_rank={dp} cp_rank={cp} tp_rank={tp} pp_rank={pp}"
+            );
+            text(StatusCode::NOT_FOUND, reason)
+        }
+    }
+}
+
+/// The topology in the key order and spacing of SGLang's server, with the keys that the release
+/// which registered knows.
+fn topology(generation: &Generation) -> String {
+    let shape = &generation.shape;
+    let release = shape.release;
+    let mut pairs: Vec<(&str, String)> = vec![
+        ("attn_tp_size", shape.tp_size.to_string()),
+        ("attn_cp_size", shape.cp_size.to_string()),
+        ("dp_size", shape.dp_size.to_string()),
+        ("pp_size", shape.pp_size.to_string()),
+        ("page_size", shape.page_size.to_string()),
+        ("kv_cache_dtype", python_string(&shape.kv_cache_dtype)),
+        (
+            "follow_bootstrap_room",
+            shape.follow_bootstrap_room.to_string(),
+        ),
+    ];
+    if release >= ReplyRelease::V0517 {
+        pairs.push((
+            "enable_dsa_cache_layer_split",
+            shape.enable_dsa_cache_layer_split.to_string(),
+        ));
+    }
+    if release >= ReplyRelease::V0521
+        && let Some(layout) = &shape.dsv41_spec_layout
+    {
+        pairs.push(("dsv41_spec_layout", python_json(layout)));
+    }
+    if release >= ReplyRelease::V0523
+        && let Some(layout) = &shape.kv_layout
+    {
+        pairs.push(("kv_layout", python_string(layout)));
+    }
+    if release >= ReplyRelease::V0522 {
+        pairs.push((
+            "decode_allocation_policy",
+            python_string(&shape.decode_allocation_policy),
+        ));
+    }
+    if release >= ReplyRelease::V0523 {
+        pairs.push((
+            "enable_kv_cache_sharding",
+            shape.enable_kv_cache_sharding.to_string(),
+        ));
+    }
+    if release >= ReplyRelease::V0517 {
+        let port = generation
+            .http_port
+            .map_or_else(|| "null".to_owned(), |port| port.to_string());
+        pairs.push(("prefill_http_port", port));
+    }
+    let absent = [
+        "target_tp_rank",
+        "target_tp_ranks",
+        "target_cp_ranks",
+        "target_pp_ranks",
+        "required_dst_info_num",
+        "required_prefill_response_num",
+    ];
+    pairs.extend(absent.map(|name| (name, "null".to_owned())));
+    let pairs = pairs
+        .iter()
+        .map(|(name, value)| format!("\"{name}\": {value}"));
+    format!("{{{}}}", pairs.collect::<Vec<_>>().join(", "))
+}
+
+/// JSON as Python's `json.dumps` writes it: a space behind separators, ASCII only.
+fn python_json(value: &Value) -> String {
+    match value {
+        Value::Array(items) => {
+            let items = items.iter().map(python_json).collect::<Vec<_>>();
+            format!("[{}]", items.join(", "))
+        }
+        Value::Object(map) => {
+            let pairs = map
+                .iter()
+                .map(|(key, value)| format!("{}: {}", python_string(key), python_json(value)));
+            format!("{{{}}}", pairs.collect::<Vec<_>>().join(", "))
+        }
+        Value::String(text) => python_string(text),
+        other => other.to_string(),
+    }
+}
+
+fn python_string(text: &str) -> String {
+    let json = Value::from(text).to_string();
+    let mut escaped = String::with_capacity(json.len());
+    for character in json.chars() {
+        if character.is_ascii() {
+            escaped.push(character);
+        } else {
+            for unit in character.encode_utf16(&mut [0; 2]) {
+                escaped.push_str(&format!("\\u{unit:04x}"));
+            }
+        }
+    }
+    escaped
+}
+
+/// `POST /register_dp_rank`.
+pub(crate) async fn register_dp_rank(
+    request: HttpRequest,
+    server: Data<Server>,
+    body: Bytes,
+) -> HttpResponse {
+    if *request.method() != Method::POST {
+        return not_allowed("POST");
+    }
+    let parsed = fields::object(&body).and_then(|map| {
+        let room = fields::integer(&map, "bootstrap_room", 0, MAX_ROOM)?;
+        Ok((
+            room,
+            fields::integer(&map, "dp_rank", 0, u64::from(u32::MAX) - 1)?,
+        ))
+    });
+    match parsed {
+        Ok((room, dp_rank)) => {
+            // The bound above makes it fit.
+            server.rooms().put(
+                room,
+                u32::try_from(dp_rank).unwrap_or(u32::MAX),
+                Instant::now(),
+            );
+            tracing::debug!(peer = ?request.peer_addr(), room, dp_rank, "room bound to a dp rank");
+            text(StatusCode::OK, "OK")
+        }
+        Err(reason) => bad_request(reason),
+    }
+}
+
+/// `POST /query_dp_ranks`.
+pub(crate) async fn query_dp_ranks(
+    request: HttpRequest,
+    server: Data<Server>,
+    body: Bytes,
+) -> HttpResponse {
+    if *request.method() != Method::POST {
+        return not_allowed("POST");
+    }
+    let parsed = fields::object(&body).and_then(|map| {
+        let rooms = map
+            .get("bootstrap_rooms")
+            .ok_or("bootstrap_rooms is missing")?;
+        let rooms = rooms.as_array().ok_or("bootstrap_rooms is no list")?;
+        if rooms.len() > MAX_QUERY_ROOMS {
+            return Err(format!(
+                "{} rooms, at most {MAX_QUERY_ROOMS} can be asked for",
+                rooms.len()
+            ));
+        }
+        rooms
+            .iter()
+            .map(|room| fields::whole(room, "a room", 0, MAX_ROOM))
+            .collect()
+    });
+    let asked: Vec<u64> = match parsed {
+        Ok(asked) => asked,
+        Err(reason) => return bad_request(reason),
+    };
+    let (rooms, now) = (server.rooms(), Instant::now());
+    let mut seen = std::collections::HashSet::new();
+    let known = asked
+        .iter()
+        .filter(|room| seen.insert(**room))
+        .filter_map(|room| {
+            let dp_rank = rooms.get(*room, now)?;
+            Some(format!("\"{room}\": {dp_rank}"))
+        });
+    let body = format!("{{{}}}", known.collect::<Vec<_>>().join(", "));
+    HttpResponse::Ok().content_type(JSON).body(body)
+}
+
+/// `GET /health`. A stock decode tells a dead prefill by this call alone.
+pub(crate) async fn health(request: HttpRequest, server: Data<Server>) -> HttpResponse {
+    if ![Method::GET, Method::HEAD].contains(request.method()) {
+        return not_allowed("GET,HEAD");
+    }
+    match server.unhealthy() {
+        None => text(StatusCode::OK, "OK"),
+        Some(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
+    }
+}
