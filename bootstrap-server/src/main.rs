@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -82,7 +83,8 @@ async fn run(config: Config) -> Result<()> {
         });
     }
     tracing::info!(%address, "ready");
-    println!("ready {address}");
+    // For whoever started this process; nobody may be reading.
+    let _ = writeln!(std::io::stdout(), "ready {address}");
     http.await.context("the http server ended")?;
     tracing::info!("ended");
     Ok(())

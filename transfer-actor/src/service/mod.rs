@@ -9,6 +9,7 @@ mod layout;
 mod sockets;
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -99,6 +100,8 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
         metrics = %metrics_address,
         "ready"
     );
+    // For whoever started this process; nobody may be reading.
+    let _ = writeln!(std::io::stdout(), "ready {metrics_address}");
     let mut shutdown = Shutdown::listen().context("listening for signals")?;
     let servers = async { tokio::try_join!(api, metrics) };
     tokio::pin!(servers);
