@@ -1,5 +1,7 @@
 //! The admin API under `/v1`.
 
+use std::sync::Arc;
+
 use actix_web::web::{self, Bytes, Data, Path};
 use actix_web::{HttpRequest, HttpResponse};
 use common::wire::descriptor::MemoryDesc;
@@ -8,6 +10,7 @@ use common::wire::{ControlMessage, Register, decode_message};
 use serde_json::{Value, json};
 
 use crate::error::ApiError;
+use crate::probe::{Place, may_probe};
 use crate::registry::{Command, EngineRegistration, Namespace, Rank, RankId, Refused};
 use crate::routes::Server;
 use crate::writer::{WriteError, now};
@@ -60,8 +63,9 @@ async fn engine(server: Data<Server>, path: Path<String>) -> Result<HttpResponse
 pub(crate) fn describe(server: &Server, namespace: &str, space: &Namespace) -> Value {
     let misses = server.config.probe_misses;
     let ranks = space.ranks.iter().map(|(id, rank)| {
-        let unreachable = server.probes.is_unreachable(namespace, *id, rank, misses);
-        describe_rank(*id, rank, unreachable)
+        let place = Place::rank(namespace, *id);
+        let reachable_opt = server.probes.is_reachable(&place, &rank.instance(), misses);
+        describe_rank(*id, rank, reachable_opt)
     });
     let missing = space
         .missing(MAX_LISTED)
@@ -72,7 +76,7 @@ pub(crate) fn describe(server: &Server, namespace: &str, space: &Namespace) -> V
         "namespace": namespace,
         "generation": generation.map(|generation| generation.number),
         "generation_began_at": generation.map(|generation| generation.began_at),
-        "release": generation.map(|generation| generation.shape.release.name()),
+        "release": generation.map(|_| space.release().name()),
         "topology": generation.map(|generation| json!(generation.shape)),
         "retired_generations": generation.map_or(0, |generation| generation.retired.len()),
         "complete": space.is_complete(),
@@ -81,12 +85,12 @@ pub(crate) fn describe(server: &Server, namespace: &str, space: &Namespace) -> V
         "ranks_missing": missing.collect::<Vec<_>>(),
         "ranks_missing_count": space.expected().saturating_sub(space.ranks.len()),
         "registrations": space.registrations.iter()
-            .map(|(key, registration)| describe_registration(key, registration))
+            .map(|(key, registration)| describe_registration(server, namespace, key, registration))
             .collect::<Vec<_>>(),
     })
 }
 
-fn describe_rank(id: RankId, rank: &Rank, unreachable: bool) -> Value {
+fn describe_rank(id: RankId, rank: &Rank, reachable_opt: Option<bool>) -> Value {
     json!({
         "rank": id.to_string(),
         "dp": id.dp, "cp": id.cp, "tp": id.tp, "pp": id.pp,
@@ -94,12 +98,18 @@ fn describe_rank(id: RankId, rank: &Rank, unreachable: bool) -> Value {
         "prefill_http_port": rank.http_port,
         "registered_at": rank.registered_at,
         "age_seconds": now().saturating_sub(rank.registered_at),
-        "reachable": if rank.may_probe { json!(!unreachable) } else { Value::Null },
+        "reachable": reachable_opt,
+        "release": rank.release.name(),
         "unknown_fields": rank.unknown_fields,
     })
 }
 
-fn describe_registration(key: &str, registration: &EngineRegistration) -> Value {
+fn describe_registration(
+    server: &Server,
+    namespace: &str,
+    key: &str,
+    registration: &EngineRegistration,
+) -> Value {
     let body = &registration.body;
     // It was decoded before it was stored; a later release of this server may be stricter.
     let register = decode_register(body).ok();
@@ -108,6 +118,8 @@ fn describe_registration(key: &str, registration: &EngineRegistration) -> Value 
         "role": body.role,
         "rank": body.rank,
         "instance": body.instance,
+        "reachable": server.probes.is_reachable(
+            &Place::registration(namespace, key), &body.instance, server.config.probe_misses),
         "registered_at": registration.registered_at,
         "age_seconds": now().saturating_sub(registration.registered_at),
         "sglang_release": register.as_ref().map(|register| register.release.name()),
@@ -164,8 +176,10 @@ async fn registrations(server: Data<Server>) -> HttpResponse {
     let state = server.registrations.state();
     let listed = state.namespaces.get(&server.namespace).map(|space| {
         let all = space.registrations.iter();
-        all.map(|(key, registration)| describe_registration(key, registration))
-            .collect::<Vec<_>>()
+        all.map(|(key, registration)| {
+            describe_registration(&server, &server.namespace, key, registration)
+        })
+        .collect::<Vec<_>>()
     });
     HttpResponse::Ok().json(json!({ "registrations": listed.unwrap_or_default() }))
 }
@@ -177,7 +191,7 @@ async fn registration(server: Data<Server>, path: Path<String>) -> Result<HttpRe
         .get(&server.namespace)
         .and_then(|space| space.registrations.get(path.as_str()));
     let registration = known.ok_or_else(|| unknown_registration(&path))?;
-    let mut described = describe_registration(&path, registration);
+    let mut described = describe_registration(&server, &server.namespace, &path, registration);
     if let Some(fields) = described.as_object_mut() {
         fields.insert("body".to_owned(), json!(registration.body));
     }
@@ -208,11 +222,14 @@ async fn put_registration(
         );
         return Err(bad_request(message));
     }
+    let peer_opt = request.peer_addr().map(|peer| peer.ip());
+    let host = body.instance.rsplit_once(':').map_or("", |(host, _)| host);
     let registration = EngineRegistration {
+        may_probe: may_probe(host, peer_opt),
         body,
         registered_at: now(),
     };
-    let command = Command::PutRegistration(key.clone(), Box::new(registration));
+    let command = Command::PutRegistration(key.clone(), Arc::new(registration));
     let applied = change(&server, &server.namespace, command, || {
         unknown_registration(&key)
     })

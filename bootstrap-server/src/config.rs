@@ -8,6 +8,12 @@ use clap::{Parser, ValueEnum};
 
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 8998);
 const DEFAULT_DATA_DIR: &str = "ferry-bootstrap-data";
+/// SGLang's server forgets after 120 s, while requests wait up to 300 s.
+const DEFAULT_ROOM_SECONDS: u64 = 600;
+const DEFAULT_MAX_ROOMS: usize = 1_000_000;
+const DEFAULT_PROBE_INTERVAL: u64 = 5;
+const DEFAULT_PROBE_MISSES: u32 = 3;
+const DEFAULT_SETTLE_SECONDS: u64 = 15;
 
 /// Where prefill and decode ranks register and find each other (SGLang's bootstrap protocol).
 #[derive(Clone, Debug, Parser)]
@@ -27,7 +33,7 @@ pub struct Config {
         long,
         value_name = "SECONDS",
         env = "FERRY_BOOTSTRAP_ROOM_SECONDS",
-        default_value_t = 600
+        default_value_t = DEFAULT_ROOM_SECONDS
     )]
     pub room_seconds: u64,
     /// Rooms whose dp rank is kept at most; the oldest leave first.
@@ -35,7 +41,7 @@ pub struct Config {
         long,
         value_name = "NUMBER",
         env = "FERRY_BOOTSTRAP_MAX_ROOMS",
-        default_value_t = 1_000_000
+        default_value_t = DEFAULT_MAX_ROOMS
     )]
     pub max_rooms: usize,
     /// Seconds between two probes of each rank's address; 0 turns probing off.
@@ -43,7 +49,7 @@ pub struct Config {
         long,
         value_name = "SECONDS",
         env = "FERRY_BOOTSTRAP_PROBE_INTERVAL",
-        default_value_t = 5
+        default_value_t = DEFAULT_PROBE_INTERVAL
     )]
     pub probe_interval: u64,
     /// Probes in a row that a rank must miss to count as unreachable.
@@ -51,7 +57,7 @@ pub struct Config {
         long,
         value_name = "NUMBER",
         env = "FERRY_BOOTSTRAP_PROBE_MISSES",
-        default_value_t = 3
+        default_value_t = DEFAULT_PROBE_MISSES, value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub probe_misses: u32,
     /// Seconds for which /health is 503 after an engine was replaced, so that decodes notice.
@@ -59,7 +65,7 @@ pub struct Config {
         long,
         value_name = "SECONDS",
         env = "FERRY_BOOTSTRAP_SETTLE_SECONDS",
-        default_value_t = 15
+        default_value_t = DEFAULT_SETTLE_SECONDS
     )]
     pub settle_seconds: u64,
     /// How logs are written, to standard error; FERRY_LOG sets their level, for example debug.

@@ -24,12 +24,15 @@ const NAMESPACE: &str = "default";
 const WORKERS: usize = 2;
 /// Time for a client to send its request's head.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// Bytes that are no HTTP are a client's mistake; actix-http would log each as an error.
+const DEFAULT_LOG_FILTER: &str = "info,actix_http::h1::dispatcher=off";
 const SHUTDOWN_SECONDS: u64 = 5;
 const MAX_CONNECTIONS: usize = 10_000;
 
 fn main() -> ExitCode {
     let config = Config::parse();
-    let filter = EnvFilter::try_from_env("FERRY_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter =
+        EnvFilter::try_from_env("FERRY_LOG").unwrap_or_else(|_| EnvFilter::new(DEFAULT_LOG_FILTER));
     let logs = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr);

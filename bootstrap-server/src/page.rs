@@ -54,7 +54,7 @@ pub(crate) async fn page(server: Data<Server>) -> HttpResponse {
             &mut html,
             &engine,
             "registrations",
-            &["engine_key", "role", "instance", "age_seconds"],
+            &["engine_key", "role", "instance", "age_seconds", "reachable"],
         );
     }
     html.push_str("<p><a href=/v1/engines>/v1/engines</a> <a href=/metrics>/metrics</a></p>");

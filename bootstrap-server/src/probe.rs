@@ -12,35 +12,65 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::registry::{Rank, RankId};
+use crate::registry::RankId;
 use crate::writer::Registrations;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Addresses that are dialled at once.
 const CONCURRENCY: usize = 64;
 
-type Place = (String, RankId);
+/// Who is dialled.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// A rank of a namespace.
+    Rank(String, RankId),
+    /// A registered io engine of a namespace.
+    Registration(String, String),
+}
+
+impl Place {
+    /// A rank's place.
+    pub fn rank(namespace: &str, id: RankId) -> Self {
+        Self::Rank(namespace.to_owned(), id)
+    }
+
+    /// A registration's place.
+    pub fn registration(namespace: &str, key: &str) -> Self {
+        Self::Registration(namespace.to_owned(), key.to_owned())
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Rank(namespace, id) => write!(formatter, "{namespace} {id}"),
+            Self::Registration(namespace, key) => write!(formatter, "{namespace} {key}"),
+        }
+    }
+}
 
 /// What probes have found, shared by its clones.
 #[derive(Clone, Debug, Default)]
-pub struct Probes(Arc<RwLock<HashMap<Place, Misses>>>);
+pub struct Probes(Arc<RwLock<HashMap<Place, Found>>>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Misses {
+struct Found {
     instance: String,
-    in_a_row: u32,
+    misses_in_a_row: u32,
 }
 
 /// Whether an address may be dialled for a registration that came from `peer_opt`.
 pub fn may_probe(ip: &str, peer_opt: Option<IpAddr>) -> bool {
-    let Ok(address) = ip
-        .trim_start_matches('[')
-        .trim_end_matches(']')
-        .parse::<IpAddr>()
-    else {
+    let bare = ip
+        .strip_prefix('[')
+        .and_then(|ip| ip.strip_suffix(']'))
+        .unwrap_or(ip);
+    let Ok(address) = bare.parse::<IpAddr>() else {
         return false;
     };
-    if Some(address) == peer_opt {
+    // A dual-stack socket shows IPv4 peers as mapped addresses.
+    let address = address.to_canonical();
+    if Some(address) == peer_opt.map(|peer| peer.to_canonical()) {
         return true;
     }
     match address {
@@ -50,22 +80,33 @@ pub fn may_probe(ip: &str, peer_opt: Option<IpAddr>) -> bool {
 }
 
 impl Probes {
-    /// Whether a rank has missed so many probes in a row. A rank that was never probed has not.
-    pub fn is_unreachable(&self, namespace: &str, id: RankId, rank: &Rank, misses: u32) -> bool {
+    /// Whether a place answers: not when it has missed so many probes in a row. `None` when it was
+    /// not probed yet, or may not be.
+    pub fn is_reachable(&self, place: &Place, instance: &str, misses: u32) -> Option<bool> {
         let found = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        let place = (namespace.to_owned(), id);
-        found
-            .get(&place)
-            .is_some_and(|known| known.instance == rank.instance() && known.in_a_row >= misses)
+        let known = found
+            .get(place)
+            .filter(|known| known.instance == instance)?;
+        Some(known.misses_in_a_row < misses)
     }
 
-    /// Probes all ranks once.
+    /// Probes all ranks and registrations once.
     pub async fn round(&self, registrations: &Registrations) {
         let state = registrations.state();
         let mut due: Vec<(Place, String)> = Vec::new();
         for (namespace, space) in &state.namespaces {
             let ranks = space.ranks.iter().filter(|(_, rank)| rank.may_probe);
-            due.extend(ranks.map(|(id, rank)| ((namespace.clone(), *id), rank.instance())));
+            due.extend(ranks.map(|(id, rank)| (Place::rank(namespace, *id), rank.instance())));
+            let engines = space
+                .registrations
+                .iter()
+                .filter(|(_, known)| known.may_probe);
+            due.extend(engines.map(|(key, known)| {
+                (
+                    Place::registration(namespace, key),
+                    known.body.instance.clone(),
+                )
+            }));
         }
         self.forget_others(&due);
         for group in due.chunks(CONCURRENCY) {
@@ -98,24 +139,50 @@ impl Probes {
         let known = found
             .remove(&place)
             .filter(|known| known.instance == instance);
-        let before = known.map_or(0, |known| known.in_a_row);
-        let in_a_row = if answered {
+        let before = known.map_or(0, |known| known.misses_in_a_row);
+        let misses_in_a_row = if answered {
             0
         } else {
             before.saturating_add(1)
         };
-        if in_a_row == 1 {
-            tracing::info!(namespace = place.0, rank = %place.1, instance, "a rank does not answer");
+        if misses_in_a_row == 1 {
+            tracing::info!(%place, instance, "an address does not answer");
         } else if answered && before > 0 {
-            tracing::info!(namespace = place.0, rank = %place.1, instance, "a rank answers again");
+            tracing::info!(%place, instance, "an address answers again");
         }
-        found.insert(place, Misses { instance, in_a_row });
+        found.insert(
+            place,
+            Found {
+                instance,
+                misses_in_a_row,
+            },
+        );
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn misses_in_a_row_make_a_place_unreachable_and_one_hit_reachable() {
+        let probes = Probes::default();
+        let place = Place::registration("default", "engine");
+        let record = |answered| probes.record(place.clone(), "10.0.0.1:5".to_owned(), answered);
+        let reachable = || probes.is_reachable(&place, "10.0.0.1:5", 2);
+        assert_eq!(reachable(), None, "not probed yet");
+        record(false);
+        assert_eq!(reachable(), Some(true), "one miss may be chance");
+        record(false);
+        assert_eq!(reachable(), Some(false));
+        assert_eq!(
+            probes.is_reachable(&place, "10.0.0.1:6", 2),
+            None,
+            "another instance"
+        );
+        record(true);
+        assert_eq!(reachable(), Some(true));
+    }
 
     #[test]
     fn only_own_and_private_addresses_are_dialled() {
@@ -127,6 +194,7 @@ mod tests {
             ("203.0.113.8", false),
             ("::1", true),
             ("[::1]", true),
+            ("::ffff:203.0.113.7", true),
             ("fd00::1", true),
             ("2001:db8::1", false),
             ("metadata.internal", false),

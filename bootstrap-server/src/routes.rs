@@ -1,7 +1,7 @@
 //! The routes together, and what every request passes through.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use actix_web::body::MessageBody;
 use actix_web::dev::{ServiceRequest, ServiceResponse};
@@ -14,7 +14,7 @@ use prometheus::{Encoder, TextEncoder};
 
 use crate::config::Config;
 use crate::metrics::Metrics;
-use crate::probe::Probes;
+use crate::probe::{Place, Probes};
 use crate::registry::RankId;
 use crate::rooms::Rooms;
 use crate::writer::{Registrations, now};
@@ -24,6 +24,8 @@ use crate::{admin, page, sglang};
 pub const MAX_BODY_BYTES: usize = 1 << 20;
 /// Bytes of one header field at most, as SGLang's server.
 const MAX_HEADER_BYTES: usize = 8190;
+/// Time for a request, its body included: who sends a byte now and then is not waited for.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What handlers share.
 #[derive(Debug)]
@@ -65,28 +67,33 @@ impl Server {
         self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The ranks whose addresses do not answer.
-    pub fn unreachable(&self) -> Vec<RankId> {
+    /// What the last probes found of each rank: whether it answers, or nothing yet.
+    fn probed(&self) -> Vec<(RankId, Option<bool>)> {
         let state = self.registrations.state();
         let Some(space) = state.namespaces.get(&self.namespace) else {
             return Vec::new();
         };
-        let misses = self.config.probe_misses;
-        let ranks = space.ranks.iter();
-        let ranks = ranks.filter(|(id, rank)| {
-            self.probes
-                .is_unreachable(&self.namespace, **id, rank, misses)
+        let probed = space.ranks.iter().map(|(id, rank)| {
+            let place = Place::rank(&self.namespace, *id);
+            let misses = self.config.probe_misses;
+            (
+                *id,
+                self.probes.is_reachable(&place, &rank.instance(), misses),
+            )
         });
-        ranks.map(|(id, _)| *id).collect()
+        probed.collect()
     }
 
     /// Why `/health` is 503, if it is.
     pub fn unhealthy(&self) -> Option<String> {
-        let gone = self.unreachable();
-        if let Some(first) = gone.first() {
+        let probed = self.probed();
+        let mut gone = probed
+            .iter()
+            .filter(|(_, reachable)| *reachable == Some(false));
+        if let Some((first, _)) = gone.next() {
+            let number = gone.count() + 1;
             return Some(format!(
-                "{} ranks do not answer, the first is {first}",
-                gone.len()
+                "{number} ranks do not answer, the first is {first}"
             ));
         }
         let state = self.registrations.state();
@@ -130,16 +137,18 @@ impl Server {
         set(&self.metrics.rooms, rooms);
         let counter = self.metrics.rooms_evicted.with_label_values(&labels);
         counter.inc_by(evicted.saturating_sub(counter.get()));
-        let unreachable = self.unreachable().len();
-        for (name, value) in [
-            ("unreachable", unreachable),
-            ("reachable", space.ranks.len() - unreachable),
+        let probed = self.probed();
+        for (name, wanted) in [
+            ("reachable", Some(true)),
+            ("unreachable", Some(false)),
+            ("unprobed", None),
         ] {
+            let number = probed.iter().filter(|(_, found)| *found == wanted).count();
             let gauge = self
                 .metrics
                 .ranks_probed
                 .with_label_values(&[self.namespace.as_str(), name]);
-            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+            gauge.set(i64::try_from(number).unwrap_or(i64::MAX));
         }
         // A label set that has not moved yet is shown as 0, so that queries find it.
         self.metrics
@@ -207,7 +216,15 @@ pub async fn around(
             let refused = sglang::text(StatusCode::BAD_REQUEST, reason);
             request.into_response(refused).map_into_right_body()
         }
-        None => next.call(request).await?.map_into_left_body(),
+        None => match tokio::time::timeout(REQUEST_TIMEOUT, next.call(request)).await {
+            Ok(answered) => answered?.map_into_left_body(),
+            Err(_) => {
+                let labels = [names::COMPONENT_UNKNOWN, "408"];
+                server.metrics.requests.with_label_values(&labels).inc();
+                let reason = "the request did not arrive and end in time";
+                return Err(actix_web::error::ErrorRequestTimeout(reason));
+            }
+        },
     };
     let route = response
         .request()

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::fields;
 use crate::probe::may_probe;
-use crate::registry::{Command, Generation, RankId, Refused, Registration, ReplyRelease};
+use crate::registry::{Command, RankId, Refused, Registration, ReplyRelease, Shape};
 use crate::routes::Server;
 use crate::writer::{WriteError, now};
 
@@ -142,7 +142,11 @@ fn get_route(request: &HttpRequest, server: &Server) -> HttpResponse {
         return HttpResponse::Ok()
             .insert_header(number)
             .content_type(JSON)
-            .body(topology(generation));
+            .body(topology(
+                &generation.shape,
+                space.release(),
+                generation.http_port,
+            ));
     }
     let [dp, cp, tp, pp] = ranks;
     let narrow = |rank: i64| u32::try_from(rank).ok();
@@ -174,9 +178,7 @@ fn get_route(request: &HttpRequest, server: &Server) -> HttpResponse {
 
 /// The topology in the key order and spacing of SGLang's server, with the keys that the release
 /// which registered knows.
-fn topology(generation: &Generation) -> String {
-    let shape = &generation.shape;
-    let release = shape.release;
+fn topology(shape: &Shape, release: ReplyRelease, http_port: Option<u16>) -> String {
     let mut pairs: Vec<(&str, String)> = vec![
         ("attn_tp_size", shape.tp_size.to_string()),
         ("attn_cp_size", shape.cp_size.to_string()),
@@ -218,9 +220,7 @@ fn topology(generation: &Generation) -> String {
         ));
     }
     if release >= ReplyRelease::V0517 {
-        let port = generation
-            .http_port
-            .map_or_else(|| "null".to_owned(), |port| port.to_string());
+        let port = http_port.map_or_else(|| "null".to_owned(), |port| port.to_string());
         pairs.push(("prefill_http_port", port));
     }
     let absent = [

@@ -62,6 +62,7 @@ impl Registrations {
             store,
             metrics,
             published: Arc::clone(&published),
+            undo: Vec::new(),
         };
         std::thread::Builder::new()
             .name("registrations".to_owned())
@@ -111,6 +112,9 @@ struct Writer {
     store: Box<dyn Store>,
     metrics: Metrics,
     published: Arc<RwLock<Arc<State>>>,
+    /// What a failed commit may have left in the store, as it was before; the next commit puts it
+    /// back, so that a restart never mixes refused changes into acknowledged ones.
+    undo: Vec<Change>,
 }
 
 impl Writer {
@@ -130,16 +134,19 @@ impl Writer {
                 .unwrap_or_else(PoisonError::into_inner),
         );
         let mut draft = State::clone(&current);
-        let mut changes: Vec<Change> = Vec::new();
+        let mut changes: Vec<Change> = self.undo.clone();
+        let undone = changes.len();
+        let mut undo: Vec<Change> = Vec::new();
         let mut outcomes = Vec::with_capacity(group.len());
         for job in group {
             let before = draft.namespaces.get(&job.namespace).cloned();
             let applied = draft.apply(&job.namespace, &job.command, now());
             let outcome = match applied {
                 Err(refused) => Err(WriteError::Refused(refused)),
-                Ok(applied) => match changes_of(&draft, &job.namespace, &applied.changed) {
-                    Ok(changed) => {
+                Ok(applied) => match Self::changes(&draft, &current, &job, &applied) {
+                    Ok((changed, before)) => {
                         changes.extend(changed);
+                        undo.extend(before);
                         Ok(applied)
                     }
                     Err(error) => {
@@ -153,24 +160,30 @@ impl Writer {
             outcomes.push((job, outcome));
         }
         let begun = Instant::now();
-        let committed = if changes.is_empty() {
-            Ok(())
-        } else {
+        let has_changes = changes.len() > undone;
+        let committed = if has_changes {
             self.store.commit(&changes)
+        } else {
+            Ok(())
         };
-        if !changes.is_empty() {
+        if has_changes {
             self.metrics
                 .store_seconds
                 .observe(begun.elapsed().as_secs_f64());
         }
         match &committed {
-            Ok(()) => {
+            Ok(()) if has_changes => {
+                self.undo.clear();
                 *self
                     .published
                     .write()
                     .unwrap_or_else(PoisonError::into_inner) = Arc::new(draft);
             }
-            Err(error) => tracing::error!(%error, "changes were not made durable and are refused"),
+            Ok(()) => {}
+            Err(error) => {
+                self.undo.extend(undo);
+                tracing::error!(%error, "changes were not made durable and are refused");
+            }
         }
         for (job, outcome) in outcomes {
             let outcome = match (&committed, outcome) {
@@ -185,12 +198,33 @@ impl Writer {
         }
     }
 
+    /// The stored form of a change, and of what it replaces.
+    fn changes(
+        draft: &State,
+        current: &State,
+        job: &Job,
+        applied: &Applied,
+    ) -> Result<(Vec<Change>, Vec<Change>), StoreError> {
+        let after = changes_of(draft, &job.namespace, &applied.changed)?;
+        Ok((
+            after,
+            changes_of(current, &job.namespace, &applied.changed)?,
+        ))
+    }
+
     fn count(&self, job: &Job, applied: &Applied) {
         if applied.began_generation {
             self.metrics
                 .generations
                 .with_label_values(&[&job.namespace])
                 .inc();
+        }
+        if applied.evicted > 0 {
+            tracing::warn!(
+                namespace = job.namespace,
+                evicted = applied.evicted,
+                "the oldest registrations left to make room"
+            );
         }
         if let Command::PutRank(registration) = &job.command {
             let unknown = registration.rank.unknown_fields.len() as u64;

@@ -30,9 +30,16 @@ const SMALL: [&str; 10] = [
 /// The program, which cargo puts one folder above the test's own executable.
 fn demo_program() -> PathBuf {
     let test = std::env::current_exe().expect("the test has a path");
-    let folder = test.parent().and_then(|deps| deps.parent()).expect("it lies in target/debug/deps");
+    let folder = test
+        .parent()
+        .and_then(|deps| deps.parent())
+        .expect("it lies in target/debug/deps");
     let program = folder.join("ferry-demo");
-    assert!(program.is_file(), "{} is missing: run `cargo build --bins`", program.display());
+    assert!(
+        program.is_file(),
+        "{} is missing: run `cargo build --bins`",
+        program.display()
+    );
     program
 }
 
@@ -45,7 +52,11 @@ fn demo(arguments: &[&str]) -> Command {
 /// Runs the demo to its end.
 fn run(arguments: &[&str]) -> Output {
     let mut command = demo(arguments);
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
     let pid = child.id();
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || sender.send(child.wait_with_output()));
@@ -53,29 +64,44 @@ fn run(arguments: &[&str]) -> Output {
         Ok(output) => output.expect("its output can be read"),
         Err(_) => {
             signal(pid, "KILL");
-            panic!("`ferry-demo {}` did not end in {RUN_TIMEOUT:?}", arguments.join(" "));
+            panic!(
+                "`ferry-demo {}` did not end in {RUN_TIMEOUT:?}",
+                arguments.join(" ")
+            );
         }
     }
 }
 
 fn signal(pid: u32, name: &str) {
-    let sent = Command::new("sh").args(["-c", &format!("kill -{name} {pid}")]).status();
-    assert!(sent.expect("sh starts").success(), "{pid} takes signal {name}");
+    let sent = Command::new("sh")
+        .args(["-c", &format!("kill -{name} {pid}")])
+        .status();
+    assert!(
+        sent.expect("sh starts").success(),
+        "{pid} takes signal {name}"
+    );
 }
 
 fn assert_passes(arguments: &[&str], components: &[&str], transport: &str) {
     let output = run(arguments);
     let stdout = String::from_utf8_lossy(&output.stdout);
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?} failed:\n{stdout}\n{stderr}");
+    assert!(
+        output.status.success(),
+        "{arguments:?} failed:\n{stdout}\n{stderr}"
+    );
     assert!(stdout.contains("all bytes verified"), "{stdout}");
     for component in components {
-        let row = stdout.lines().find(|line| line.split_whitespace().next() == Some(component));
+        let row = stdout
+            .lines()
+            .find(|line| line.split_whitespace().next() == Some(component));
         let row = row.unwrap_or_else(|| panic!("no row for {component}:\n{stdout}"));
         assert_eq!(row.split_whitespace().nth(1), Some(transport), "{row}");
         assert!(row.trim_end().ends_with("yes"), "{row}");
         assert!(
-            stdout.lines().any(|line| line.starts_with(&format!("metrics: {component} "))),
+            stdout
+                .lines()
+                .any(|line| line.starts_with(&format!("metrics: {component} "))),
             "no comparison with the metrics of {component}:\n{stdout}"
         );
     }
@@ -85,33 +111,92 @@ const HYBRID: [&str; 4] = ["kv", "mamba", "swa", "aux"];
 
 #[test]
 fn a_hybrid_model_crosses_from_tp_4_to_2_over_cma() {
-    assert_passes(&["--transport", "cma", "--prefill-tp", "4", "--decode-tp", "2"], &HYBRID, "cma");
+    assert_passes(
+        &[
+            "--transport",
+            "cma",
+            "--prefill-tp",
+            "4",
+            "--decode-tp",
+            "2",
+        ],
+        &HYBRID,
+        "cma",
+    );
 }
 
 #[test]
 fn a_hybrid_model_crosses_from_tp_2_to_4_over_cma() {
-    assert_passes(&["--transport", "cma", "--prefill-tp", "2", "--decode-tp", "4"], &HYBRID, "cma");
+    assert_passes(
+        &[
+            "--transport",
+            "cma",
+            "--prefill-tp",
+            "2",
+            "--decode-tp",
+            "4",
+        ],
+        &HYBRID,
+        "cma",
+    );
 }
 
 #[test]
 fn a_hybrid_model_crosses_from_tp_4_to_2_over_tcp() {
-    assert_passes(&["--transport", "tcp", "--prefill-tp", "4", "--decode-tp", "2"], &HYBRID, "tcp");
+    assert_passes(
+        &[
+            "--transport",
+            "tcp",
+            "--prefill-tp",
+            "4",
+            "--decode-tp",
+            "2",
+        ],
+        &HYBRID,
+        "tcp",
+    );
 }
 
 #[test]
 fn a_hybrid_model_crosses_from_tp_2_to_4_over_tcp() {
-    assert_passes(&["--transport", "tcp", "--prefill-tp", "2", "--decode-tp", "4"], &HYBRID, "tcp");
+    assert_passes(
+        &[
+            "--transport",
+            "tcp",
+            "--prefill-tp",
+            "2",
+            "--decode-tp",
+            "4",
+        ],
+        &HYBRID,
+        "tcp",
+    );
 }
 
 #[test]
 fn a_hybrid_model_crosses_between_equal_tp_sizes() {
-    assert_passes(&["--transport", "cma", "--prefill-tp", "2", "--decode-tp", "2"], &HYBRID, "cma");
+    assert_passes(
+        &[
+            "--transport",
+            "cma",
+            "--prefill-tp",
+            "2",
+            "--decode-tp",
+            "2",
+        ],
+        &HYBRID,
+        "cma",
+    );
 }
 
 #[test]
 fn a_dense_model_crosses() {
     for transport in ["cma", "tcp"] {
-        assert_passes(&["--model", "qwen3-8b", "--transport", transport], &["kv", "aux"], transport);
+        assert_passes(
+            &["--model", "qwen3-8b", "--transport", transport],
+            &["kv", "aux"],
+            transport,
+        );
     }
 }
 
@@ -119,10 +204,24 @@ fn a_dense_model_crosses() {
 #[test]
 fn a_large_hybrid_model_with_replicated_heads_crosses() {
     for transport in ["cma", "tcp"] {
-        let arguments = ["--model", "qwen3.5-122b", "--transport", transport, "--requests", "8"];
+        let arguments = [
+            "--model",
+            "qwen3.5-122b",
+            "--transport",
+            transport,
+            "--requests",
+            "8",
+        ];
         assert_passes(&arguments, &["kv", "mamba", "aux"], transport);
     }
-    let other_way = ["--model", "qwen3.5-122b", "--transport", "cma", "--requests", "8"];
+    let other_way = [
+        "--model",
+        "qwen3.5-122b",
+        "--transport",
+        "cma",
+        "--requests",
+        "8",
+    ];
     let other_way = [&other_way[..], &["--prefill-tp", "2", "--decode-tp", "4"]].concat();
     assert_passes(&other_way, &["kv", "mamba", "aux"], "cma");
 }
@@ -133,13 +232,28 @@ fn assert_finds(kind: &str) {
         let injection = format!("{kind}:{component}");
         // Each decode rank is fed by one prefill rank here, so that no second write of the same
         // bytes can mend a missing one.
-        let output =
-            run(&["--prefill-tp", "2", "--decode-tp", "4", "--inject", injection.as_str()]);
+        let output = run(&[
+            "--prefill-tp",
+            "2",
+            "--decode-tp",
+            "4",
+            "--inject",
+            injection.as_str(),
+        ]);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success(), "{injection} was not found");
-        assert!(stderr.contains("verification failed on decode rank"), "{injection}:\n{stderr}");
-        assert!(stderr.contains(&format!("component {component}, tensor ")), "{injection}:\n{stderr}");
-        let offset = stderr.split("offset ").nth(1).and_then(|rest| rest.split(':').next());
+        assert!(
+            stderr.contains("verification failed on decode rank"),
+            "{injection}:\n{stderr}"
+        );
+        assert!(
+            stderr.contains(&format!("component {component}, tensor ")),
+            "{injection}:\n{stderr}"
+        );
+        let offset = stderr
+            .split("offset ")
+            .nth(1)
+            .and_then(|rest| rest.split(':').next());
         let offset = offset.and_then(|text| text.parse::<u64>().ok());
         assert!(offset.is_some(), "{injection} names no offset:\n{stderr}");
     }
@@ -169,10 +283,26 @@ fn a_write_that_went_to_a_wrong_place_is_found() {
 fn what_cannot_work_is_refused_before_anything_starts() {
     for (arguments, expected) in [
         (vec!["--prefill-tp", "3"], "--prefill-tp 3 cannot work"),
-        (vec!["--model", "qwen3-8b", "--inject", "drop-write:mamba"], "has no mamba"),
-        (vec!["--concurrency", "1024", "--model", "qwen3.5-122b", "--scale", "16"], "to spare"),
+        (
+            vec!["--model", "qwen3-8b", "--inject", "drop-write:mamba"],
+            "has no mamba",
+        ),
+        (
+            vec![
+                "--concurrency",
+                "1024",
+                "--model",
+                "qwen3.5-122b",
+                "--scale",
+                "16",
+            ],
+            "to spare",
+        ),
     ] {
-        let output = Command::new(demo_program()).args(&arguments).output().expect("it starts");
+        let output = Command::new(demo_program())
+            .args(&arguments)
+            .output()
+            .expect("it starts");
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success(), "{arguments:?} was not refused");
         assert!(stderr.contains(expected), "{arguments:?}: {stderr}");
@@ -188,7 +318,11 @@ struct Kept {
 impl Kept {
     fn start() -> Self {
         let mut command = demo(&["--keep", "--requests", "2"]);
-        let mut driver = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("starts");
+        let mut driver = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("starts");
         let stdout = driver.stdout.take().expect("it is piped");
         let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || {
@@ -206,8 +340,15 @@ impl Kept {
         }
         let listed = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
         let children = listed.expect("the kernel lists children");
-        let children: Vec<_> = children.split_whitespace().filter_map(|id| id.parse().ok()).collect();
-        assert_eq!(children.len(), 5, "a bootstrap server, two services, two engines");
+        let children: Vec<_> = children
+            .split_whitespace()
+            .filter_map(|id| id.parse().ok())
+            .collect();
+        assert_eq!(
+            children.len(),
+            5,
+            "a bootstrap server, two services, two engines"
+        );
         Self { driver, children }
     }
 
@@ -220,7 +361,10 @@ impl Kept {
             status.is_ok_and(|status| !status.contains(") Z "))
         };
         while let Some(pid) = self.children.iter().find(is_running) {
-            assert!(Instant::now() < deadline, "process {pid} outlives the driver");
+            assert!(
+                Instant::now() < deadline,
+                "process {pid} outlives the driver"
+            );
             std::thread::yield_now();
         }
     }

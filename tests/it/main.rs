@@ -1,1 +1,2 @@
-
+mod bootstrap_http;
+mod demo;

@@ -3,6 +3,8 @@
 mod memory;
 mod sled;
 
+use std::sync::Arc;
+
 use crate::error::StoreError;
 use crate::registry::{Key, Namespace, RankId, State};
 
@@ -46,7 +48,10 @@ pub fn changes_of(state: &State, namespace: &str, keys: &[Key]) -> Result<Vec<Ch
         let value_opt = match key {
             Key::Generation => space.generation_opt.as_ref().map(to_bytes),
             Key::Rank(id) => space.ranks.get(id).map(to_bytes),
-            Key::Registration(name) => space.registrations.get(name).map(to_bytes),
+            Key::Registration(name) => space
+                .registrations
+                .get(name)
+                .map(|known| to_bytes(known.as_ref())),
         };
         Ok((key_bytes(namespace, key), value_opt.transpose()?))
     };
@@ -61,6 +66,8 @@ pub fn load_state(store: &dyn Store) -> Result<State, StoreError> {
     let mut state = State::default();
     for (key, value) in store.load()? {
         let key = String::from_utf8_lossy(&key).into_owned();
+        // The version comes first: a newer server may have other keys, too.
+        check_version(&key, &value)?;
         let parts: Vec<&str> = key.splitn(3, SEPARATOR).collect();
         let corrupt = |reason: String| StoreError::Corrupt {
             key: key.replace(SEPARATOR, "/"),
@@ -81,7 +88,7 @@ pub fn load_state(store: &dyn Store) -> Result<State, StoreError> {
                 let space = state.namespaces.entry(namespace.to_owned()).or_default();
                 space
                     .registrations
-                    .insert(name.to_owned(), from_bytes(&key, &value)?);
+                    .insert(name.to_owned(), Arc::new(from_bytes(&key, &value)?));
             }
             _ => return Err(corrupt("its key is unknown".to_owned())),
         }
@@ -109,19 +116,23 @@ fn to_bytes(value: &impl serde::Serialize) -> Result<Vec<u8>, StoreError> {
     Ok(bytes)
 }
 
+fn check_version(key: &str, bytes: &[u8]) -> Result<(), StoreError> {
+    match bytes.first() {
+        Some(&VERSION) | None => Ok(()),
+        Some(version) => Err(StoreError::Version {
+            key: key.replace(SEPARATOR, "/"),
+            version: *version,
+            known: VERSION,
+        }),
+    }
+}
+
 fn from_bytes<T: serde::de::DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T, StoreError> {
     let key = key.replace(SEPARATOR, "/");
     match bytes.split_first() {
-        Some((&VERSION, json)) => {
-            serde_json::from_slice(json).map_err(|error| StoreError::Corrupt {
-                key,
-                reason: error.to_string(),
-            })
-        }
-        Some((version, _)) => Err(StoreError::Version {
+        Some((_, json)) => serde_json::from_slice(json).map_err(|error| StoreError::Corrupt {
             key,
-            version: *version,
-            known: VERSION,
+            reason: error.to_string(),
         }),
         None => Err(StoreError::Corrupt {
             key,

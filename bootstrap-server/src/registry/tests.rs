@@ -1,0 +1,112 @@
+//! The rules, case by case.
+
+use serde_json::{Map, Value};
+
+use super::shape::{ADDED_FIELDS, BASE_FIELDS};
+use super::*;
+use serde_json::json;
+
+fn registration(tp_size: u32, tp_rank: u32, port: u16, page_size: u32) -> Command {
+    let body = json!({
+        "attn_tp_size": tp_size, "attn_tp_rank": tp_rank, "attn_cp_size": 1, "attn_cp_rank": 0,
+        "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1,
+        "system_dp_rank": 0, "rank_ip": "10.0.0.1", "rank_port": port, "page_size": page_size,
+        "kv_cache_dtype": "auto", "load_balance_method": "round_robin",
+    });
+    let registration = Registration::parse(body.as_object().unwrap(), true, 7).unwrap();
+    Command::PutRank(Box::new(registration))
+}
+
+fn put(
+    state: &mut State,
+    tp_size: u32,
+    tp_rank: u32,
+    port: u16,
+    page: u32,
+) -> Result<Applied, Refused> {
+    state.apply("e", &registration(tp_size, tp_rank, port, page), 7)
+}
+
+fn number(state: &State) -> u64 {
+    state.namespaces["e"]
+        .generation_opt
+        .as_ref()
+        .unwrap()
+        .number
+}
+
+#[test]
+fn one_rank_twice_is_one_rank() {
+    let mut state = State::default();
+    put(&mut state, 2, 0, 10, 64).unwrap();
+    assert_eq!(put(&mut state, 2, 0, 10, 64).unwrap(), Applied::nothing());
+    put(&mut state, 2, 0, 11, 64).unwrap();
+    assert!(
+        !state.namespaces["e"].is_complete(),
+        "an incomplete generation takes a new address"
+    );
+    assert_eq!(number(&state), 1);
+    assert_eq!(
+        state.namespaces["e"].missing(9),
+        [RankId {
+            dp: 0,
+            cp: 0,
+            tp: 1,
+            pp: 0
+        }]
+    );
+    put(&mut state, 2, 1, 12, 64).unwrap();
+    assert!(state.namespaces["e"].is_complete());
+}
+
+#[test]
+fn a_replaced_engine_begins_a_generation_and_its_past_is_refused() {
+    let mut state = State::default();
+    put(&mut state, 2, 0, 10, 64).unwrap();
+    put(&mut state, 2, 1, 11, 64).unwrap();
+    let applied = put(&mut state, 2, 0, 20, 64).unwrap();
+    assert!(applied.began_generation && number(&state) == 2);
+    assert_eq!(
+        state.namespaces["e"].ranks.len(),
+        1,
+        "the new generation starts empty"
+    );
+    assert!(matches!(
+        put(&mut state, 2, 1, 11, 64),
+        Err(Refused::Retired(_))
+    ));
+    put(&mut state, 2, 1, 21, 64).unwrap();
+    assert!(state.namespaces["e"].is_complete());
+}
+
+#[test]
+fn fixed_ports_may_come_back_with_another_shape() {
+    let mut state = State::default();
+    put(&mut state, 2, 0, 10, 64).unwrap();
+    put(&mut state, 2, 1, 11, 64).unwrap();
+    assert!(put(&mut state, 2, 0, 10, 32).unwrap().began_generation);
+    put(&mut state, 2, 1, 11, 32).unwrap();
+    assert!(state.namespaces["e"].is_complete());
+    assert!(matches!(
+        put(&mut state, 2, 1, 11, 64),
+        Err(Refused::Retired(_)) | Ok(_)
+    ));
+}
+
+#[test]
+fn releases_are_told_by_their_fields() {
+    let base: Map<String, Value> = BASE_FIELDS
+        .map(|name| (name.to_owned(), json!(0)))
+        .into_iter()
+        .collect();
+    assert_eq!(ReplyRelease::of(&base), ReplyRelease::V0512);
+    let mut fields = base.clone();
+    for (release, added) in ADDED_FIELDS {
+        fields.extend(added.iter().map(|name| ((*name).to_owned(), json!(0))));
+        assert_eq!(ReplyRelease::of(&fields), release);
+    }
+    fields.insert("of_the_future".to_owned(), json!(0));
+    assert_eq!(ReplyRelease::of(&fields), ReplyRelease::V0523);
+    let minimal: Map<String, Value> = base.into_iter().take(14).collect();
+    assert_eq!(ReplyRelease::of(&minimal), ReplyRelease::V0523);
+}

@@ -1,0 +1,246 @@
+//! Processes of the programs under test: found beside the test, awaited with a deadline, killed
+//! when dropped.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use crate::http::{Reply, Request};
+
+/// Time for a process to be ready, or to end, on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A program of the workspace, which cargo puts one folder above the test's own executable.
+///
+/// # Panics
+/// When it was not built; the message says how to build it.
+pub fn program(name: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("the test has a path");
+    let folder = test
+        .parent()
+        .and_then(Path::parent)
+        .expect("it lies in target/<profile>/deps");
+    let program = folder.join(name);
+    assert!(
+        program.is_file(),
+        "{} is missing: run `cargo build --workspace --bins`",
+        program.display()
+    );
+    program
+}
+
+/// Waits until something is there.
+///
+/// # Panics
+/// When it is not there in [`PATIENCE`].
+pub fn wait_for<T>(what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = poll() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what}: not in {PATIENCE:?}");
+        std::thread::park_timeout(Duration::from_millis(10));
+    }
+}
+
+/// Sends a signal by its name, for example `TERM`.
+///
+/// # Panics
+/// When the process is gone.
+pub fn signal(pid: u32, name: &str) {
+    let sent = Command::new("sh")
+        .args(["-c", &format!("kill -{name} {pid}")])
+        .status();
+    assert!(
+        sent.expect("sh starts").success(),
+        "{pid} takes signal {name}"
+    );
+}
+
+/// A running bootstrap server.
+#[derive(Debug)]
+pub struct BootstrapServer {
+    child: Child,
+    address: SocketAddr,
+}
+
+impl BootstrapServer {
+    /// Starts one on a free port and waits until it answers.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn start(data_dir: &Path, arguments: &[&str]) -> Self {
+        let mut command = Command::new(program("bootstrap-server"));
+        Self::command(&mut command, data_dir, arguments);
+        Self::spawn(&mut command)
+    }
+
+    /// Adds the usual arguments to a command that ends in the server's program.
+    pub fn command(command: &mut Command, data_dir: &Path, arguments: &[&str]) {
+        command
+            .args(["--listen", "127.0.0.1:0", "--data-dir"])
+            .arg(data_dir)
+            .args(arguments)
+            .stdin(Stdio::null());
+    }
+
+    /// Starts a command and waits until the server answers.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn spawn(command: &mut Command) -> Self {
+        let mut child = command
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the server starts");
+        let stdout = child.stdout.take().expect("it is piped");
+        let (sender, ready) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
+            let address = lines.find_map(|line| line.strip_prefix("ready ")?.parse().ok());
+            // The receiver may have given up.
+            let _ = sender.send(address);
+            lines.for_each(drop);
+        });
+        let address: Option<SocketAddr> = ready.recv_timeout(PATIENCE).ok().flatten();
+        let Some(address) = address else {
+            let _ = child.kill();
+            panic!("the server printed no ready line: {:?}", child.wait());
+        };
+        let server = Self { child, address };
+        wait_for("GET /metrics", || {
+            server
+                .try_send(&Request::get("/metrics"))
+                .ok()
+                .filter(|reply| reply.status == 200)
+        });
+        server
+    }
+
+    /// Where it listens.
+    pub const fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends one request.
+    ///
+    /// # Panics
+    /// When there is no answer.
+    pub fn send(&self, request: &Request) -> Reply {
+        self.try_send(request)
+            .unwrap_or_else(|error| panic!("{} {}: {error}", request.method, request.path))
+    }
+
+    /// As [`send`](Self::send).
+    ///
+    /// # Errors
+    /// When there is no answer.
+    pub fn try_send(&self, request: &Request) -> std::io::Result<Reply> {
+        request.send(self.address)
+    }
+
+    /// A JSON document, for example of the admin API.
+    ///
+    /// # Panics
+    /// When the answer is not 200 with JSON.
+    pub fn json(&self, path: &str) -> serde_json::Value {
+        let reply = self.send(&Request::get(path));
+        assert_eq!(reply.status, 200, "GET {path}: {}", reply.text());
+        serde_json::from_slice(&reply.body).expect("the body is JSON")
+    }
+
+    /// The value of one series in `/metrics`, for example `name{label="value"}`.
+    pub fn metric(&self, series: &str) -> Option<f64> {
+        let text = self.send(&Request::get("/metrics")).text();
+        let value = text
+            .lines()
+            .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        value.and_then(|value| value.parse().ok())
+    }
+
+    /// Ends it the hard way, as a crash would.
+    ///
+    /// # Panics
+    /// When it cannot be killed.
+    pub fn kill(mut self) {
+        self.child.kill().expect("it is running");
+        self.child.wait().expect("it can be waited for");
+    }
+
+    /// Sends a signal and waits for the end.
+    ///
+    /// # Panics
+    /// When it does not end in [`PATIENCE`].
+    pub fn end_with(mut self, signal_name: &str) -> ExitStatus {
+        signal(self.child.id(), signal_name);
+        wait_for("the end of the server", || {
+            self.child.try_wait().expect("it can be waited for")
+        })
+    }
+}
+
+impl Drop for BootstrapServer {
+    fn drop(&mut self) {
+        // It may have ended already; nothing else can be done here.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs a program that is to fail soon; returns its status and what it wrote to standard error.
+///
+/// # Panics
+/// When it does not end in [`PATIENCE`].
+pub fn run_to_end(command: &mut Command) -> (ExitStatus, String) {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let mut stderr = child.stderr.take().expect("it is piped");
+    let reader = std::thread::spawn(move || {
+        let mut text = String::new();
+        stderr.read_to_string(&mut text).map(|_| text)
+    });
+    let deadline = Instant::now() + PATIENCE;
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("it can be waited for") {
+            break status;
+        }
+        if Instant::now() > deadline {
+            let _ = child.kill();
+            panic!("the program did not end in {PATIENCE:?}");
+        }
+        std::thread::park_timeout(Duration::from_millis(10));
+    };
+    let text = reader
+        .join()
+        .expect("the reader ends")
+        .expect("standard error is text");
+    (status, text)
+}
+
+/// Says that a test cannot run here, also in the file that `FERRY_SKIP_LOG` names.
+pub fn skip(test: &str, reason: &str) {
+    use std::io::Write;
+    let line = format!("SKIPPED: {test}: {reason}");
+    println!("{line}");
+    if let Some(path) = std::env::var_os("FERRY_SKIP_LOG") {
+        let file = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path);
+        let written = file.and_then(|mut file| writeln!(file, "{line}"));
+        written.expect("the log of skipped tests can be written");
+    }
+}
