@@ -191,10 +191,8 @@ async fn registration(server: Data<Server>, path: Path<String>) -> Result<HttpRe
         .get(&server.namespace)
         .and_then(|space| space.registrations.get(path.as_str()));
     let registration = known.ok_or_else(|| unknown_registration(&path))?;
-    let mut described = describe_registration(&server, &server.namespace, &path, registration);
-    if let Some(fields) = described.as_object_mut() {
-        fields.insert("body".to_owned(), json!(registration.body));
-    }
+    // The frames themselves hold the keys of the engine's regions, so they are not shown.
+    let described = describe_registration(&server, &server.namespace, &path, registration);
     Ok(HttpResponse::Ok().json(described))
 }
 

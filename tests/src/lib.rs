@@ -7,3 +7,4 @@ pub mod bootstrap_model;
 pub mod golden;
 pub mod http;
 pub mod process;
+pub mod registrations;

@@ -176,15 +176,23 @@ impl BootstrapServer {
         self.child.wait().expect("it can be waited for");
     }
 
+    /// Waits for its end, which something else has asked for.
+    ///
+    /// # Panics
+    /// When it does not end in [`PATIENCE`].
+    pub fn wait(mut self) -> ExitStatus {
+        wait_for("the end of the server", || {
+            self.child.try_wait().expect("it can be waited for")
+        })
+    }
+
     /// Sends a signal and waits for the end.
     ///
     /// # Panics
     /// When it does not end in [`PATIENCE`].
-    pub fn end_with(mut self, signal_name: &str) -> ExitStatus {
+    pub fn end_with(self, signal_name: &str) -> ExitStatus {
         signal(self.child.id(), signal_name);
-        wait_for("the end of the server", || {
-            self.child.try_wait().expect("it can be waited for")
-        })
+        self.wait()
     }
 }
 
