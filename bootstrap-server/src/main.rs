@@ -16,6 +16,7 @@ use bootstrap_server::routes::{self, Server};
 use bootstrap_server::store::{MemoryStore, SledStore, Store};
 use bootstrap_server::writer::Registrations;
 use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
 /// One port, one namespace.
@@ -26,7 +27,7 @@ const WORKERS: usize = 2;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes that are no HTTP are a client's mistake; actix-http would log each as an error.
 const DEFAULT_LOG_FILTER: &str = "info,actix_http::h1::dispatcher=off";
-const SHUTDOWN_SECONDS: u64 = 5;
+const SHUTDOWN_SECONDS: u64 = 1;
 const MAX_CONNECTIONS: usize = 10_000;
 
 fn main() -> ExitCode {
@@ -73,6 +74,7 @@ async fn run(config: Config) -> Result<()> {
     .client_request_timeout(REQUEST_TIMEOUT)
     .shutdown_timeout(SHUTDOWN_SECONDS)
     .max_connections(MAX_CONNECTIONS)
+    .disable_signals()
     .listen(listener)
     .with_context(|| format!("serving {address}"))?
     .run();
@@ -85,10 +87,22 @@ async fn run(config: Config) -> Result<()> {
             }
         });
     }
+    let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;
+    let handle = http.handle();
     tracing::info!(%address, "ready");
     // For whoever started this process; nobody may be reading.
     let _ = writeln!(std::io::stdout(), "ready {address}");
-    http.await.context("the http server ended")?;
+    tokio::pin!(http);
+    tokio::select! {
+        ended = &mut http => return ended.context("the http server ended"),
+        _ = terminate.recv() => tracing::info!("SIGTERM"),
+        _ = interrupt.recv() => tracing::info!("SIGINT"),
+    }
+    // Requests that have begun are answered; what was acknowledged is durable already. The
+    // server acts on its handle only while it is polled.
+    let ((), ended) = tokio::join!(handle.stop(true), http);
+    ended.context("the http server ended")?;
     tracing::info!("ended");
     Ok(())
 }

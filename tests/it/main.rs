@@ -1,5 +1,8 @@
+//! One binary for all integration tests; a module for each behaviour.
+
 mod bootstrap_bad_input;
 mod bootstrap_http;
 mod bootstrap_server;
+mod dashboards;
 mod demo;
 mod durability;

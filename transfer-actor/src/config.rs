@@ -109,7 +109,7 @@ pub struct ServeConfig {
     /// How logs are written; FERRY_LOG sets their level, for example debug.
     #[arg(long, value_enum, env = "FERRY_LOG_FORMAT", default_value_t = LogFormat::Pretty)]
     pub log_format: LogFormat,
-    /// Injects a fault into one write, to test whoever must notice: KIND:LABEL[:NTH].
+    /// Injects a fault into one write, to test whoever must notice: `KIND:LABEL[:NTH]`.
     #[arg(long, value_name = "SPEC", hide = true)]
     pub inject_fault: Option<FaultSpec>,
 }

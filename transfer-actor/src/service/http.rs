@@ -24,7 +24,7 @@ const DEFAULT_POLL: Duration = Duration::from_secs(30);
 const MAX_POLL: Duration = Duration::from_secs(300);
 /// Handlers never block, so few threads serve many engines.
 const WORKERS: usize = 2;
-const SHUTDOWN_SECONDS: u64 = 5;
+const SHUTDOWN_SECONDS: u64 = 1;
 
 impl ResponseError for ApiError {
     fn status_code(&self) -> StatusCode {

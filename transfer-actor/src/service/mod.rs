@@ -1,7 +1,7 @@
 //! `transfer-actor serve`: the rank actors of a host, for engines written in anything.
 //!
-//! An engine attaches over one Unix socket with its pools' descriptors ([`attach`]), and drives
-//! its rooms over HTTP on another ([`http`]). The rank lives as long as the attach connection.
+//! An engine attaches over one Unix socket with its pools' descriptors (`attach.rs`), and drives
+//! its rooms over HTTP on another (`http.rs`). The rank lives as long as the attach connection.
 
 mod attach;
 mod http;
@@ -94,6 +94,7 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
     let metrics = http::metrics_server(Arc::clone(&service), metrics_listener)?;
     let handles = [api.handle(), metrics.handle()];
     let attaching = tokio::spawn(attach::accept(Arc::clone(&service), attach_listener));
+    let mut shutdown = Shutdown::listen().context("listening for signals")?;
     tracing::info!(
         attach = %service.config.attach_socket.display(),
         api = %service.config.api_socket.display(),
@@ -102,18 +103,21 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
     );
     // For whoever started this process; nobody may be reading.
     let _ = writeln!(std::io::stdout(), "ready {metrics_address}");
-    let mut shutdown = Shutdown::listen().context("listening for signals")?;
     let servers = async { tokio::try_join!(api, metrics) };
     tokio::pin!(servers);
     let ended = tokio::select! {
         ended = &mut servers => ended.map(|_| ()).context("the http server ended"),
         signal = shutdown.requested() => {
             tracing::info!(signal, "ending; a second signal ends at once");
+            // The servers act on their handles only while they are polled.
+            let ending = async { tokio::join!(end(&service, &handles), &mut servers).1 };
             tokio::select! {
-                () = end(&service, &handles) => {}
-                signal = shutdown.requested() => tracing::warn!(signal, "ending at once"),
+                ended = ending => ended.map(|_| ()).context("the http server ended"),
+                signal = shutdown.requested() => {
+                    tracing::warn!(signal, "ending at once");
+                    Ok(())
+                }
             }
-            Ok(())
         }
     };
     attaching.abort();
