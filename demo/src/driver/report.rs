@@ -113,7 +113,7 @@ impl Totals {
             "transport",
             "bytes",
             "transfers",
-            "MB/s",
+            "MB/s each",
             "p50 ms",
             "p99 ms",
             "untouched",
@@ -148,8 +148,9 @@ impl Totals {
         let _ = writeln!(
             text,
             "bytes: arrived and compared when each request finished; transfers: one component of one request\n\
-             from one rank to another; MB/s: bytes over the time in which they were moving; untouched: bytes\n\
-             of the idle decode pools that still hold what they held at the start\n\
+             from one rank to another; MB/s each: a transfer's own rate, from submitting to completing, with\n\
+             all others in flight beside it; untouched: bytes of the idle decode pools that still hold what\n\
+             they held at the start\n\
              {} requests in {seconds:.1} s, {rate:.0} MB/s with filling and checking; {} of prefill pools unchanged",
             self.requests,
             human_bytes(self.source_bytes),
