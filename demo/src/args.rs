@@ -68,6 +68,8 @@ pub struct ChildArgs {
 pub enum Transport {
     /// The service's own order of preference.
     Auto,
+    /// Mapped pools on one host.
+    Shm,
     /// Cross-process copy on one host.
     Cma,
     /// TCP streams.

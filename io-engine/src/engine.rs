@@ -5,7 +5,6 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixStream;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
@@ -18,16 +17,18 @@ use crate::fault::{FaultSpec, Faulty};
 use crate::memory::Memory;
 use crate::offer::Offer;
 use crate::region::{Region, RegionKey};
-use crate::session::{Session, WritePair};
+use crate::session::{Job, Session};
 use crate::status::{Status, deadline_after};
+use crate::timer::Timer;
 use crate::transport::cma::Cma;
+use crate::transport::copy::{self, CopyQueue, CopyWork};
 use crate::transport::local::Local;
-use crate::transport::queue::Taken;
 use crate::transport::same_host::{self, Connection, Secret};
+use crate::transport::shm::Shm;
 use crate::transport::tcp::{self, Tcp, TcpOptions};
-use crate::transport::{BatchQueue, Piece, Transport, TransportKind};
+use crate::transport::{Transport, TransportKind};
 
-/// Threads that copy for `local` and `cma`.
+/// Threads that copy for `local`, `shm` and `cma`.
 const DEFAULT_COPY_THREADS: usize = 2;
 /// Streams of a `tcp` session.
 const DEFAULT_TCP_LANES: usize = 2;
@@ -47,7 +48,7 @@ pub struct EngineConfig {
     pub transports: Vec<TransportKind>,
     /// Whether the pid and addresses of a peer that is no Ferry engine are believed for `cma`.
     pub cma_trust_descriptors: bool,
-    /// Threads that copy for `local` and `cma`.
+    /// Threads that copy for `local`, `shm` and `cma`.
     pub copy_threads: usize,
     /// Streams of a `tcp` session.
     pub tcp_lanes: usize,
@@ -92,14 +93,6 @@ impl Drop for Owner {
     }
 }
 
-/// A destination that the copying workers write to.
-pub(crate) trait CopyWork: Send + Sync {
-    fn copy(&self, pairs: &[WritePair], piece: &Piece) -> Result<(), TransportError>;
-}
-
-/// One batch for the copying workers.
-type CopyJob = Arc<dyn CopyWork>;
-
 pub(crate) struct EngineInner {
     config: EngineConfig,
     key: Arc<str>,
@@ -108,7 +101,8 @@ pub(crate) struct EngineInner {
     unix_name: String,
     regions: RwLock<HashMap<u32, Region>>,
     next_region: AtomicU32,
-    copies: Arc<BatchQueue<CopyJob>>,
+    copies: Arc<CopyQueue>,
+    timer: Arc<Timer>,
     /// Connections of `tcp` peers to this engine.
     tcp_peers: Mutex<Vec<Weak<TcpStream>>>,
     /// Connections of same-host peers to this engine.
@@ -148,8 +142,8 @@ impl Engine {
         let tcp_address = listener
             .local_addr()
             .map_err(|error| TransportError::io("the tcp address", &error))?;
-        // Who does not offer `cma` tells nobody where its regions are.
-        let unix_listener = match config.transports.contains(&TransportKind::Cma) {
+        // Who offers neither tells nobody where its regions are.
+        let unix_listener = match config.transports.iter().any(|kind| kind.is_same_host()) {
             true => Some(
                 same_host::bind(&unix_name)
                     .map_err(|error| TransportError::io(format!("binding @{unix_name}"), &error))?,
@@ -164,6 +158,7 @@ impl Engine {
             regions: RwLock::default(),
             next_region: AtomicU32::new(0),
             copies: Arc::default(),
+            timer: Arc::default(),
             tcp_peers: Mutex::default(),
             same_host_peers: Mutex::default(),
             sessions: Mutex::default(),
@@ -180,8 +175,10 @@ impl Engine {
         let engine = Self(Arc::new(Owner(Arc::clone(&inner))));
         for _ in 0..inner.config.copy_threads.max(1) {
             let queue = Arc::clone(&inner.copies);
-            spawn("ferry-copy", move || copy_pieces(&queue))?;
+            spawn("ferry-copy", move || copy::run(&queue))?;
         }
+        let timer = Arc::clone(&inner.timer);
+        spawn("ferry-timer", move || timer.run())?;
         let weak = Arc::downgrade(&inner);
         if inner.offers(TransportKind::Tcp) {
             let weak = Weak::clone(&weak);
@@ -239,6 +236,7 @@ impl Engine {
         let key = RegionKey(random()?);
         let owner = (&inner.key, inner.instance);
         let region = Region::new(memory, (offset, len), id, key, label, owner)?;
+        memory.populate();
         let mut regions = inner
             .regions
             .write()
@@ -249,7 +247,7 @@ impl Engine {
 
     /// Forgets a region: no write into it is let in any more, and those inside are waited for.
     /// Whether all have left within the time; only then may its memory be used for something
-    /// else. Peers that write by `cma` are told to let go and must say that they have; the memory
+    /// else. Peers that write by `shm` or `cma` are told to let go and must say that they have; the memory
     /// stays mapped until they do, or are gone. A region of another engine is left alone.
     pub fn deregister(&self, region: &Region, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
@@ -280,7 +278,7 @@ impl Engine {
     /// [`TransportErrorKind::NoCommonTransport`] when none does, with why for each.
     pub fn connect(&self, remote: &EngineDesc) -> Result<Session, TransportError> {
         let offer = Offer::of(remote)?;
-        let mut reasons = Vec::new();
+        let mut passed_over: Vec<(TransportKind, String)> = Vec::new();
         let inner = self.inner();
         for kind in &inner.config.transports {
             match inner.open(*kind, remote, offer.as_ref()) {
@@ -289,12 +287,14 @@ impl Engine {
                     tracing::info!(
                         peer = remote.key,
                         transport = kind.name(),
-                        passed_over = reasons.join("; "),
+                        passed_over = joined(&passed_over),
                         "session opened"
                     );
-                    return Ok(Session::new(inner.with_fault(transport), &remote.key));
+                    let transport = inner.with_fault(transport);
+                    let timer = Arc::clone(&inner.timer);
+                    return Ok(Session::new(transport, timer, &remote.key, passed_over));
                 }
-                Err(error) => reasons.push(format!("{kind}: {error}")),
+                Err(error) => passed_over.push((*kind, error.to_string())),
             }
         }
         Err(TransportError::quiesced(
@@ -302,13 +302,13 @@ impl Engine {
             format!(
                 "no transport reaches engine {} ({})",
                 remote.key,
-                reasons.join("; ")
+                joined(&passed_over)
             ),
         ))
     }
 
     /// Ends the engine: its listeners, sessions and workers. Batches in flight fail. Peers that
-    /// write by `cma` are told; what they were told of stays mapped until they have let go.
+    /// write by `shm` or `cma` are told; what they were told of stays mapped until they have let go.
     pub fn shutdown(&self) {
         self.inner().shutdown();
     }
@@ -316,6 +316,13 @@ impl Engine {
     fn inner(&self) -> &Arc<EngineInner> {
         &self.0.0
     }
+}
+
+fn joined(passed_over: &[(TransportKind, String)]) -> String {
+    let reasons = passed_over
+        .iter()
+        .map(|(kind, why)| format!("{kind}: {why}"));
+    reasons.collect::<Vec<_>>().join("; ")
 }
 
 fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), TransportError> {
@@ -396,9 +403,9 @@ impl EngineInner {
         peers.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Hands a batch to the copying workers.
-    pub(crate) fn submit_copy(&self, work: CopyJob, pairs: Vec<WritePair>, status: Arc<Status>) {
-        self.copies.push(pairs, status, work);
+    /// Hands a batch to the copying workers, or copies it at once if it is very small.
+    pub(crate) fn submit_copy(&self, work: Arc<dyn CopyWork>, job: Job, status: Arc<Status>) {
+        copy::submit(&self.copies, work, job, status);
     }
 
     fn offers(&self, kind: TransportKind) -> bool {
@@ -427,7 +434,7 @@ impl EngineInner {
                 TransportKind::Cma => Err(none(
                     "the peer is no ferry engine; --cma-trust-descriptors would believe its pid and addresses",
                 )),
-                TransportKind::Local | TransportKind::Tcp => {
+                TransportKind::Local | TransportKind::Shm | TransportKind::Tcp => {
                     Err(none("the peer is no ferry engine"))
                 }
             };
@@ -442,6 +449,11 @@ impl EngineInner {
                 drop(engines);
                 let peer = peer.ok_or_else(|| none("the peer is in another process"))?;
                 Ok(Arc::new(Local::new(self, &peer)))
+            }
+            TransportKind::Shm => {
+                let timeout = self.config.connect_timeout;
+                let shm = Shm::connect(self, &offer.unix_name, offer.instance, timeout)?;
+                Ok(Arc::new(shm))
             }
             TransportKind::Cma => {
                 let timeout = self.config.connect_timeout;
@@ -493,6 +505,7 @@ impl EngineInner {
             TransportErrorKind::Closed,
             "the engine was shut down",
         ));
+        self.timer.end();
         for session in taken(&self.sessions) {
             session.close();
         }
@@ -519,7 +532,11 @@ impl EngineInner {
             tracing::debug!(%error, "the tcp listener could not be woken");
         }
         let address = std::os::unix::net::SocketAddr::from_abstract_name(&self.unix_name);
-        if self.offers(TransportKind::Cma)
+        if self
+            .config
+            .transports
+            .iter()
+            .any(|kind| kind.is_same_host())
             && let Err(error) = address.and_then(|address| UnixStream::connect_addr(&address))
         {
             tracing::debug!(%error, "the same-host listener could not be woken");
@@ -530,24 +547,4 @@ impl EngineInner {
 fn taken<T: ?Sized>(list: &Mutex<Vec<Weak<T>>>) -> Vec<Arc<T>> {
     let list = std::mem::take(&mut *list.lock().unwrap_or_else(PoisonError::into_inner));
     list.iter().filter_map(Weak::upgrade).collect()
-}
-
-/// A worker of `local` and `cma`; one queue serves all sessions of an engine.
-fn copy_pieces(queue: &BatchQueue<CopyJob>) {
-    let mut piece = Piece::default();
-    while let Taken::Piece {
-        pairs,
-        status,
-        work,
-    } = queue.take(&mut piece, None)
-    {
-        // A panic is a fault of ours, but it must fail its batch, not hang it.
-        let copied = catch_unwind(AssertUnwindSafe(|| work.copy(&pairs, &piece)));
-        status.piece_done(copied.unwrap_or_else(|_| {
-            Err(TransportError::unproved(
-                TransportErrorKind::Io,
-                "a copying worker panicked",
-            ))
-        }));
-    }
 }

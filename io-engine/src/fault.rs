@@ -8,7 +8,8 @@ use common::ids::ByteOffset;
 use common::plan::RunList;
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::session::WritePair;
+use crate::region::{Location, RemoteRegion};
+use crate::session::{Job, WritePair};
 use crate::status::Status;
 use crate::transport::{Transport, TransportKind};
 
@@ -97,33 +98,39 @@ impl Transport for Faulty {
         self.inner.kind()
     }
 
-    fn submit(&self, mut pairs: Vec<WritePair>, status: Arc<Status>) {
-        let place = pairs
+    fn can_move(&self, local: Location, remote: &RemoteRegion) -> bool {
+        self.inner.can_move(local, remote)
+    }
+
+    fn submit(&self, mut job: Job, status: Arc<Status>) {
+        let place = job
+            .pairs
             .iter()
             .position(|pair| pair.local.label() == self.spec.label && pair.runs.ranges() > 0);
         let Some(place) = place else {
-            return self.inner.submit(pairs, status);
+            return self.inner.submit(job, status);
         };
         if self.matching.fetch_add(1, Ordering::Relaxed) != self.spec.nth {
-            return self.inner.submit(pairs, status);
+            return self.inner.submit(job, status);
         }
         tracing::warn!(kind = ?self.spec.kind, label = self.spec.label, "injecting a fault");
         match self.spec.kind {
             FaultKind::DropWrite => {
-                pairs.remove(place);
-                self.inner.submit(pairs, status);
+                job.pairs.remove(place);
+                self.inner.submit(job, status);
             }
             FaultKind::Misdirect => {
-                if let Some(pair) = pairs.get_mut(place) {
+                if let Some(pair) = job.pairs.get_mut(place) {
                     misdirect(pair);
                 }
-                self.inner.submit(pairs, status);
+                self.inner.submit(job, status);
             }
             FaultKind::Fail => status.fail(TransportError::quiesced(
                 TransportErrorKind::Injected,
                 format!("an injected fault failed a write of {}", self.spec.label),
             )),
-            FaultKind::Stall => status.stall(),
+            // Held by nobody: only a cancellation or its timeout ends it.
+            FaultKind::Stall => {}
         }
     }
 

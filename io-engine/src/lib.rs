@@ -34,6 +34,7 @@ mod region;
 mod session;
 mod status;
 mod sys;
+mod timer;
 mod transport;
 
 // In the signatures below, so that a caller needs no other crate for them.
@@ -42,7 +43,7 @@ pub use engine::{Engine, EngineConfig};
 pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};
 pub use memory::Memory;
-pub use region::{Location, Region, RemoteRegion};
-pub use session::{Session, WriteBatch, WritePair};
+pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
+pub use session::{Direction, Session, WriteBatch, WritePair};
 pub use status::{TransferHandle, Transferred};
 pub use transport::TransportKind;

@@ -4,10 +4,12 @@ use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use common::ids::{ByteLen, ByteOffset};
 
 use crate::error::{TransportError, TransportErrorKind};
+use crate::region::Location;
 use crate::sys::{self, Mapping};
 
 /// Seals that keep a mapping from ever faulting: the file can neither shrink nor grow.
@@ -23,7 +25,13 @@ struct Shared {
     mapping: Mapping,
     fd: OwnedFd,
     len: u64,
+    id: u64,
+    is_populating: AtomicBool,
 }
+
+/// Bytes whose page table is filled at once.
+const POPULATE_BYTES: u64 = 16 << 20;
+static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
 fn failed(what: &str, error: &io::Error) -> TransportError {
     TransportError::quiesced(TransportErrorKind::Memory, format!("{what}: {error}"))
@@ -86,7 +94,49 @@ impl Memory {
             mapping,
             fd,
             len: len.get(),
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            is_populating: AtomicBool::new(false),
         })))
+    }
+
+    /// Where the pool is.
+    pub const fn location(&self) -> Location {
+        Location::Host
+    }
+
+    /// Tells this pool from every other of the process.
+    pub(crate) fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    /// Whether somebody else holds the pool too.
+    pub(crate) fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
+    /// Fills the page table of the mapping, on a thread of its own, so that the first writes do
+    /// not fault for each page. Done once; ends early when nobody else holds the pool any more.
+    pub(crate) fn populate(&self) {
+        if self.0.is_populating.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let pool = self.clone();
+        let populating = std::thread::Builder::new()
+            .name("ferry-populate".to_owned())
+            .spawn(move || {
+                let mut offset = 0;
+                while offset < pool.0.len && pool.is_shared() {
+                    let step = POPULATE_BYTES.min(pool.0.len - offset);
+                    if pool.0.mapping.populate(offset, step).is_err() {
+                        // An older kernel; the pages fault in one by one.
+                        break;
+                    }
+                    offset += step;
+                }
+            });
+        if let Err(error) = populating {
+            tracing::debug!(%error, "a pool is not populated ahead of its use");
+        }
     }
 
     /// Bytes of the pool.

@@ -1,5 +1,6 @@
 //! Registered memory, here and at the peer.
 
+use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -13,16 +14,59 @@ use crate::memory::Memory;
 /// First element of the tags that a Ferry engine appends to descriptors.
 pub(crate) const TAG_MAGIC: &str = "FRY1";
 
-/// Where a region is. Every check and descriptor carries it; host memory is what exists today.
+/// Where a region is. Pools, checks, descriptors and transports carry it; host memory is what
+/// exists today.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Location {
     /// Host memory.
     Host,
     /// Memory of a device.
     Device {
+        /// Whose driver manages it.
+        runtime: DeviceRuntime,
         /// Number of the device in its runtime.
-        device: u32,
+        number: u32,
     },
+}
+
+/// A device's driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DeviceRuntime {
+    /// NVIDIA's.
+    Cuda,
+    /// AMD's.
+    Hip,
+    /// The peer's descriptor does not say; MoRI's has no such element.
+    Unnamed,
+}
+
+impl DeviceRuntime {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Cuda => "cuda",
+            Self::Hip => "hip",
+            Self::Unnamed => "",
+        }
+    }
+
+    fn from_name(name: Option<&str>) -> Self {
+        match name {
+            Some("cuda") => Self::Cuda,
+            Some("hip") => Self::Hip,
+            _ => Self::Unnamed,
+        }
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => formatter.write_str("host memory"),
+            Self::Device { runtime, number } => {
+                write!(formatter, "memory of {} device {number}", runtime.name())
+            }
+        }
+    }
 }
 
 /// 128 random bits, made at each registration: who has them was told of the region.
@@ -54,11 +98,11 @@ struct Registered {
     drained: Condvar,
 }
 
-/// Who writes into a region now, and whether anybody may begin to.
+/// Who reads or writes a region now, and whether anybody may begin to.
 #[derive(Debug, Default)]
 struct Gate {
     closed: bool,
-    writers: usize,
+    users: usize,
 }
 
 impl Region {
@@ -107,7 +151,16 @@ impl Region {
 
     /// Where it is.
     pub fn location(&self) -> Location {
-        Location::Host
+        self.0.memory.location()
+    }
+
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.0.memory
+    }
+
+    /// Where the region begins in its pool.
+    pub(crate) fn offset(&self) -> u64 {
+        self.0.offset
     }
 
     pub(crate) fn key(&self) -> &RegionKey {
@@ -116,18 +169,27 @@ impl Region {
 
     /// What peers are told: MoRI's elements, and a tag with the region's key behind them.
     pub fn desc(&self) -> MemoryDesc {
-        let tag = rmpv::Value::Array(vec![
-            TAG_MAGIC.into(),
-            rmpv::Value::Binary(self.0.key.0.to_vec()),
-        ]);
+        let key = rmpv::Value::Binary(self.0.key.0.to_vec());
+        let mut tag = vec![TAG_MAGIC.into(), key];
+        let (location, device_id) = match self.location() {
+            Location::Host => (MemoryLocation::Host, MemoryDesc::default().device_id),
+            Location::Device { runtime, number } => {
+                tag.push(runtime.name().into());
+                (
+                    MemoryLocation::Device,
+                    i32::try_from(number).unwrap_or(i32::MAX),
+                )
+            }
+        };
         MemoryDesc {
             engine_key: self.0.engine_key.to_string(),
             id: self.0.id,
             data: self.address(0, 0).map_or(0, |address| address as u64),
             size: self.0.len,
-            location: MemoryLocation::Host,
+            location,
+            device_id,
             numa_node: 0,
-            extra: vec![tag],
+            extra: vec![rmpv::Value::Array(tag)],
             ..MemoryDesc::default()
         }
     }
@@ -148,7 +210,7 @@ impl Region {
     /// deregistered.
     pub fn write(&self, offset: ByteOffset, bytes: &[u8]) -> Result<(), TransportError> {
         let at = self.checked_offset(offset.get(), bytes.len() as u64)?;
-        let _writer = self.begin_write()?;
+        let _guard = self.enter()?;
         self.0.memory.write(ByteOffset(at), bytes)
     }
 
@@ -172,9 +234,9 @@ impl Region {
             })
     }
 
-    /// Enters as a writer; the guard keeps the region's memory and is waited for by
+    /// Enters to read or write; the guard keeps the region's memory and is waited for by
     /// [`Region::close`].
-    pub(crate) fn begin_write(&self) -> Result<WriteGuard, TransportError> {
+    pub(crate) fn enter(&self) -> Result<RegionGuard, TransportError> {
         let mut gate = self.0.gate.lock().unwrap_or_else(PoisonError::into_inner);
         if gate.closed {
             return Err(TransportError::quiesced(
@@ -182,8 +244,8 @@ impl Region {
                 format!("region {} ({}) was deregistered", self.0.id, self.0.label),
             ));
         }
-        gate.writers += 1;
-        Ok(WriteGuard(self.clone()))
+        gate.users += 1;
+        Ok(RegionGuard(self.clone()))
     }
 
     /// The start of the engine that registered it; region numbers are unique within one.
@@ -191,11 +253,11 @@ impl Region {
         &self.0.owner_instance
     }
 
-    /// Lets no new writer in and waits for those inside. Whether all have left.
+    /// Lets nobody in any more and waits for those inside. Whether all have left.
     pub(crate) fn close(&self, deadline: Instant) -> bool {
         let mut gate = self.0.gate.lock().unwrap_or_else(PoisonError::into_inner);
         gate.closed = true;
-        while gate.writers > 0 {
+        while gate.users > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return false;
@@ -207,25 +269,25 @@ impl Region {
     }
 }
 
-/// A writer inside a region.
+/// A reader or writer inside a region.
 #[derive(Debug)]
-pub(crate) struct WriteGuard(Region);
+pub(crate) struct RegionGuard(Region);
 
-impl WriteGuard {
+impl RegionGuard {
     pub(crate) fn region(&self) -> &Region {
         &self.0
     }
 }
 
-impl Drop for WriteGuard {
+impl Drop for RegionGuard {
     fn drop(&mut self) {
         let registered = &self.0.0;
         let mut gate = registered
             .gate
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        gate.writers -= 1;
-        if gate.writers == 0 {
+        gate.users -= 1;
+        if gate.users == 0 {
             registered.drained.notify_all();
         }
     }
@@ -251,21 +313,24 @@ impl RemoteRegion {
     pub fn from_desc(desc: &MemoryDesc) -> Result<Self, TransportError> {
         let refused =
             |message: String| TransportError::quiesced(TransportErrorKind::Protocol, message);
+        let tag = desc
+            .extra
+            .iter()
+            .filter_map(rmpv::Value::as_array)
+            .find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
         let location = match desc.location {
             MemoryLocation::Host => Location::Host,
             MemoryLocation::Device => Location::Device {
-                device: u32::try_from(desc.device_id)
+                runtime: DeviceRuntime::from_name(
+                    tag.and_then(|elements| elements.get(2)?.as_str()),
+                ),
+                number: u32::try_from(desc.device_id)
                     .map_err(|_| refused(format!("device number {}", desc.device_id)))?,
             },
             MemoryLocation::Unknown(number) => {
                 return Err(refused(format!("memory location {number} is unknown")));
             }
         };
-        let tag = desc
-            .extra
-            .iter()
-            .filter_map(rmpv::Value::as_array)
-            .find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
         let key_opt = match tag {
             None => None,
             Some(elements) => {

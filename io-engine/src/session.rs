@@ -1,30 +1,102 @@
 //! A connection between two engines, and what is submitted to it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::plan::RunList;
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::region::{Location, Region, RemoteRegion};
-use crate::status::{Status, TransferHandle};
+use crate::region::{Region, RegionGuard, RemoteRegion};
+use crate::status::{Status, TransferHandle, deadline_after};
+use crate::timer::Timer;
 use crate::transport::{Transport, TransportKind};
 
 /// Runs between one local and one remote region.
 #[derive(Clone, Debug)]
 pub struct WritePair {
-    /// Where the bytes are.
+    /// This side's region: where the bytes of a write are, and where those of a read go.
     pub local: Region,
-    /// Where they go.
+    /// The peer's region.
     pub remote: RemoteRegion,
-    /// Which bytes; expanded lazily while they are written.
+    /// Which bytes; expanded lazily while they move. `src` offsets lie in the region that is read,
+    /// `dst` offsets in the one that is written.
     pub runs: RunList,
 }
 
-/// What one call writes; the order of its ranges is free.
+/// What one call moves; the order of its ranges is free.
 #[derive(Clone, Debug, Default)]
 pub struct WriteBatch {
     /// The pairs.
     pub pairs: Vec<WritePair>,
+}
+
+/// Which way the bytes of a batch go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// From local regions to the peer's.
+    Write,
+    /// From the peer's regions to local ones.
+    Read,
+}
+
+/// A batch whose ranges lie inside both sides' regions, as far as this side knows. It keeps the
+/// local regions registered until it ends.
+pub(crate) struct Job {
+    pub pairs: Vec<WritePair>,
+    pub direction: Direction,
+    _guards: Vec<RegionGuard>,
+}
+
+impl Job {
+    /// Checks every pair and enters the local regions.
+    pub(crate) fn new(pairs: Vec<WritePair>, direction: Direction) -> Result<Self, TransportError> {
+        pairs.iter().try_for_each(|pair| check(pair, direction))?;
+        let guards = pairs.iter().map(|pair| pair.local.enter());
+        Ok(Self {
+            _guards: guards.collect::<Result<_, _>>()?,
+            pairs,
+            direction,
+        })
+    }
+
+    /// A job that nothing may be copied by: its ranges are not checked.
+    #[cfg(test)]
+    pub(crate) fn unchecked(pairs: Vec<WritePair>) -> Self {
+        Self {
+            pairs,
+            direction: Direction::Write,
+            _guards: Vec::new(),
+        }
+    }
+
+    /// Bytes and ranges.
+    pub(crate) fn totals(&self) -> (u64, u64) {
+        self.pairs.iter().fold((0, 0), |(bytes, ranges), pair| {
+            let (more_bytes, more_ranges) = (pair.runs.bytes().get(), pair.runs.ranges());
+            // Only counted with, never addressed with.
+            (
+                u64::saturating_add(bytes, more_bytes),
+                u64::saturating_add(ranges, more_ranges),
+            )
+        })
+    }
+}
+
+impl WritePair {
+    /// First offset behind the ranges in the remote region.
+    pub(crate) fn remote_end(&self, direction: Direction) -> u64 {
+        match direction {
+            Direction::Write => self.runs.dst_end().get(),
+            Direction::Read => self.runs.src_end().get(),
+        }
+    }
+
+    fn local_end(&self, direction: Direction) -> u64 {
+        match direction {
+            Direction::Write => self.runs.src_end().get(),
+            Direction::Read => self.runs.dst_end().get(),
+        }
+    }
 }
 
 /// An open connection to a peer's engine over one transport. Clones share it; it is closed by
@@ -32,7 +104,9 @@ pub struct WriteBatch {
 #[derive(Clone)]
 pub struct Session {
     transport: Arc<dyn Transport>,
+    timer: Arc<Timer>,
     peer_key: Arc<str>,
+    passed_over: Arc<[(TransportKind, String)]>,
 }
 
 impl std::fmt::Debug for Session {
@@ -46,16 +120,29 @@ impl std::fmt::Debug for Session {
 }
 
 impl Session {
-    pub(crate) fn new(transport: Arc<dyn Transport>, peer_key: &str) -> Self {
+    pub(crate) fn new(
+        transport: Arc<dyn Transport>,
+        timer: Arc<Timer>,
+        peer_key: &str,
+        passed_over: Vec<(TransportKind, String)>,
+    ) -> Self {
         Self {
             transport,
+            timer,
             peer_key: peer_key.into(),
+            passed_over: passed_over.into(),
         }
     }
 
     /// How bytes move. Chosen when the session was opened; it never changes.
     pub fn transport(&self) -> TransportKind {
         self.transport.kind()
+    }
+
+    /// Transports that come before the chosen one in the engine's order, each with why it was not
+    /// taken.
+    pub fn passed_over(&self) -> &[(TransportKind, String)] {
+        &self.passed_over
     }
 
     /// Key of the peer's engine.
@@ -71,23 +158,48 @@ impl Session {
     /// Begins to write. Every range is compared with both regions first; if one leaves its
     /// region, nothing is written and the handle ends with that error.
     pub fn write(&self, batch: WriteBatch) -> TransferHandle {
-        let totals = batch
-            .pairs
-            .iter()
-            .try_fold((0u64, 0u64), |(bytes, ranges), pair| {
-                let bytes = bytes.checked_add(pair.runs.bytes().get())?;
-                Some((bytes, ranges.checked_add(pair.runs.ranges())?))
-            });
-        let (bytes, ranges) = totals.unwrap_or_default();
+        self.submit(Direction::Write, batch, None)
+    }
+
+    /// Begins to read from the peer's regions into local ones; as [`Session::write`] otherwise.
+    pub fn read(&self, batch: WriteBatch) -> TransferHandle {
+        self.submit(Direction::Read, batch, None)
+    }
+
+    /// Begins to write or read. A batch that has not ended after `timeout_opt` fails with
+    /// [`TransportErrorKind::Timeout`]; if the peer still holds some of it a moment later, without
+    /// the proof that nothing is written any more.
+    pub fn submit(
+        &self,
+        direction: Direction,
+        batch: WriteBatch,
+        timeout_opt: Option<Duration>,
+    ) -> TransferHandle {
+        let job = Job::new(batch.pairs, direction).and_then(|job| {
+            job.pairs
+                .iter()
+                .try_for_each(|pair| self.check_locations(pair))?;
+            Ok(job)
+        });
+        let job = match job {
+            Ok(job) => job,
+            Err(error) => {
+                let status = Status::new(0, 0);
+                status.fail(error);
+                return TransferHandle(status);
+            }
+        };
+        let (bytes, ranges) = job.totals();
         let status = Status::new(bytes, ranges);
-        match batch.pairs.iter().try_for_each(check_pair) {
-            Err(error) => status.fail(error),
-            Ok(()) if totals.is_none() => status.fail(TransportError::quiesced(
-                TransportErrorKind::OutOfBounds,
-                "the bytes of a batch do not fit 64 bits",
-            )),
-            Ok(()) if ranges == 0 => status.exhausted(),
-            Ok(()) => self.transport.submit(batch.pairs, Arc::clone(&status)),
+        if ranges == 0 {
+            status.exhausted();
+        } else {
+            self.transport.submit(job, Arc::clone(&status));
+        }
+        if let Some(timeout) = timeout_opt
+            && !status.is_concluded()
+        {
+            self.timer.watch(&status, deadline_after(timeout), timeout);
         }
         TransferHandle(status)
     }
@@ -96,43 +208,40 @@ impl Session {
     pub fn close(&self) {
         self.transport.close();
     }
-}
 
-fn check_pair(pair: &WritePair) -> Result<(), TransportError> {
-    let out_of_bounds = |side: &str, end: u64, id: u32, label: &str, len: u64| {
+    fn check_locations(&self, pair: &WritePair) -> Result<(), TransportError> {
+        let (local, remote) = (pair.local.location(), pair.remote.location);
+        if self.transport.can_move(local, &pair.remote) {
+            return Ok(());
+        }
         Err(TransportError::quiesced(
-            TransportErrorKind::OutOfBounds,
-            format!("a write ends at {end} in {side} region {id} ({label}) of {len} bytes"),
-        ))
-    };
-    let label = pair.local.label();
-    let (src_end, dst_end) = (pair.runs.src_end().get(), pair.runs.dst_end().get());
-    if src_end > pair.local.len().get() {
-        return out_of_bounds(
-            "local",
-            src_end,
-            pair.local.id(),
-            label,
-            pair.local.len().get(),
-        );
-    }
-    if dst_end > pair.remote.len {
-        return out_of_bounds("remote", dst_end, pair.remote.id, label, pair.remote.len);
-    }
-    // SGLang registers pools as device memory also where they are in host memory; what a stock
-    // peer says is decided on by the transport, which knows whether addresses are believed.
-    match (
-        pair.local.location(),
-        pair.remote.location,
-        pair.remote.key_opt,
-    ) {
-        (Location::Host, Location::Device { device }, Some(_)) => Err(TransportError::quiesced(
             TransportErrorKind::NotRegistered,
             format!(
-                "remote region {} is in device {device}; device memory cannot be written yet",
+                "transport {} cannot move bytes between {local} (region {}) and {remote} (remote region {})",
+                self.transport(),
+                pair.local.id(),
                 pair.remote.id
             ),
-        )),
-        _ => Ok(()),
+        ))
     }
+}
+
+fn check(pair: &WritePair, direction: Direction) -> Result<(), TransportError> {
+    let (local_end, remote_end) = (pair.local_end(direction), pair.remote_end(direction));
+    let sides = [
+        ("local", pair.local.id(), local_end, pair.local.len().get()),
+        ("remote", pair.remote.id, remote_end, pair.remote.len),
+    ];
+    for (side, id, end, len) in sides {
+        if end > len {
+            return Err(TransportError::quiesced(
+                TransportErrorKind::OutOfBounds,
+                format!(
+                    "a batch ends at {end} in {side} region {id} ({}) of {len} bytes",
+                    pair.local.label()
+                ),
+            ));
+        }
+    }
+    Ok(())
 }

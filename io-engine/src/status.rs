@@ -41,7 +41,8 @@ pub(crate) struct Status {
     bytes: u64,
     ranges: u64,
     submitted: Instant,
-    cancelled: AtomicBool,
+    /// Whether workers should begin nothing more; read without the lock.
+    is_stopping: AtomicBool,
     inner: Mutex<Inner>,
     finished: Condvar,
 }
@@ -52,8 +53,6 @@ struct Inner {
     outstanding: usize,
     /// Whether no more pieces will be taken.
     exhausted: bool,
-    /// Whether no worker holds the batch, so that a cancellation must end it itself.
-    stalled: bool,
     /// The first failure.
     failure: Option<TransportError>,
     result: Option<TransferResult>,
@@ -66,7 +65,7 @@ impl Status {
             bytes,
             ranges,
             submitted: Instant::now(),
-            cancelled: AtomicBool::new(false),
+            is_stopping: AtomicBool::new(false),
             inner: Mutex::default(),
             finished: Condvar::new(),
         })
@@ -76,14 +75,25 @@ impl Status {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether workers should take no more pieces: cancelled, or failed already.
+    /// Whether workers should take no more pieces: cancelled, late, or failed already.
     pub(crate) fn is_stopping(&self) -> bool {
-        self.cancelled.load(Ordering::Acquire) || self.lock().failure.is_some()
+        self.is_stopping.load(Ordering::Acquire)
     }
 
-    /// A worker takes a piece; every call is followed by one of [`Status::piece_done`].
-    pub(crate) fn piece_taken(&self) {
-        self.lock().outstanding += 1;
+    /// Whether the batch has its result.
+    pub(crate) fn is_concluded(&self) -> bool {
+        self.lock().result.is_some()
+    }
+
+    /// A worker takes a piece, unless the batch has stopped. Every call that says true is followed
+    /// by one of [`Status::piece_done`].
+    pub(crate) fn take_piece(&self) -> bool {
+        let mut inner = self.lock();
+        if self.is_stopping() {
+            return false;
+        }
+        inner.outstanding += 1;
+        true
     }
 
     /// A worker reports a piece. A failure without proof of quiescence outweighs one with it.
@@ -91,7 +101,7 @@ impl Status {
         let mut inner = self.lock();
         inner.outstanding = inner.outstanding.saturating_sub(1);
         if let Err(error) = result {
-            Self::record(&mut inner, error);
+            self.record(&mut inner, error);
         }
         self.conclude(inner);
     }
@@ -103,23 +113,28 @@ impl Status {
         self.conclude(inner);
     }
 
-    /// The batch is held by nobody: only a cancellation ends it (an injected fault).
-    pub(crate) fn stall(&self) {
-        self.lock().stalled = true;
-        if self.cancelled.load(Ordering::Acquire) {
-            self.exhausted();
-        }
-    }
-
-    /// The batch fails as a whole, and no more pieces will be taken.
+    /// The batch fails as a whole, and no more pieces will be taken. It ends when those that were
+    /// taken are back.
     pub(crate) fn fail(&self, error: TransportError) {
         let mut inner = self.lock();
-        Self::record(&mut inner, error);
-        inner.exhausted = true;
+        self.record(&mut inner, error);
         self.conclude(inner);
     }
 
-    fn record(inner: &mut Inner, error: TransportError) {
+    /// The batch ends although pieces are out: what they write is not proved to have stopped.
+    pub(crate) fn give_up(&self) {
+        let mut inner = self.lock();
+        if inner.outstanding > 0 {
+            inner.failure = inner.failure.take().map(TransportError::without_proof);
+            inner.outstanding = 0;
+        }
+        self.conclude(inner);
+    }
+
+    fn record(&self, inner: &mut Inner, error: TransportError) {
+        // Under the lock, so that no piece is taken after this.
+        self.is_stopping.store(true, Ordering::Release);
+        inner.exhausted = true;
         match &inner.failure {
             // The first cause is kept, but a later failure can take the proof away.
             Some(first) if !error.is_quiesced() && first.is_quiesced() => {
@@ -134,19 +149,13 @@ impl Status {
         if inner.result.is_some() || inner.outstanding > 0 || !inner.exhausted {
             return;
         }
-        let result = match inner.failure.take() {
-            Some(error) => Err(error),
-            None if self.cancelled.load(Ordering::Acquire) => Err(TransportError::quiesced(
-                TransportErrorKind::Cancelled,
-                "the batch was cancelled and its writes have stopped",
-            )),
-            None => Ok(Transferred {
-                bytes: self.bytes,
-                ranges: self.ranges,
-                elapsed: self.submitted.elapsed(),
-            }),
+        self.is_stopping.store(true, Ordering::Release);
+        let moved = Transferred {
+            bytes: self.bytes,
+            ranges: self.ranges,
+            elapsed: self.submitted.elapsed(),
         };
-        inner.result = Some(result);
+        inner.result = Some(inner.failure.take().map_or(Ok(moved), Err));
         let wakers = std::mem::take(&mut inner.wakers);
         drop(inner);
         self.finished.notify_all();
@@ -175,11 +184,10 @@ impl TransferHandle {
     /// Begins no more writes of this batch. The handle ends with
     /// [`TransportErrorKind::Cancelled`] once those that were begun are over.
     pub fn cancel(&self) {
-        self.0.cancelled.store(true, Ordering::Release);
-        let stalled = std::mem::take(&mut self.0.lock().stalled);
-        if stalled {
-            self.0.exhausted();
-        }
+        self.0.fail(TransportError::quiesced(
+            TransportErrorKind::Cancelled,
+            "the batch was cancelled and its writes have stopped",
+        ));
     }
 }
 

@@ -8,7 +8,9 @@ use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
 use std::time::Duration;
 
-/// Ranges of one vectored call; the kernel's limit is 1,024.
+/// Ranges of one vectored call at most: the kernel's limit.
+pub(crate) const MAX_CALL_VECTORS: usize = 1024;
+/// Ranges of one piece of a batch.
 pub(crate) const MAX_VECTORS: usize = 512;
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
@@ -133,6 +135,18 @@ impl Mapping {
     }
 }
 
+impl Mapping {
+    /// Fills the page table of a part, for writing (Linux 5.14).
+    pub(crate) fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
+        let outside = || io::Error::from(io::ErrorKind::InvalidInput);
+        let address = self.range(offset, len).ok_or_else(outside)?;
+        // SAFETY: the range lies inside the mapping, which `self` keeps; the advice changes no
+        // byte of it.
+        check(unsafe { libc::madvise(address.cast(), len as usize, libc::MADV_POPULATE_WRITE) })
+            .map(|_| ())
+    }
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the address and length are those of a mapping that `new` made and nobody else
@@ -167,6 +181,22 @@ pub(crate) fn io_vec(address: u64, len: u64) -> IoVec {
     }
 }
 
+/// Takes moved bytes from the fronts of the ranges; returns the ranges that are left.
+pub(crate) fn advance(vectors: &mut [IoVec], mut moved: usize) -> &mut [IoVec] {
+    let mut done = 0;
+    for vector in vectors.iter_mut() {
+        let step = moved.min(vector.iov_len);
+        vector.iov_base = vector.iov_base.wrapping_byte_add(step);
+        vector.iov_len -= step;
+        moved -= step;
+        if vector.iov_len > 0 {
+            break;
+        }
+        done += 1;
+    }
+    vectors.get_mut(done..).unwrap_or_default()
+}
+
 /// Writes local ranges into another process's memory; returns the bytes moved, which may be fewer.
 ///
 /// # Safety
@@ -181,6 +211,29 @@ pub(crate) unsafe fn write_to_process(
     // SAFETY: both arrays are valid for their lengths; the caller guarantees the ranges.
     check_len(unsafe {
         libc::process_vm_writev(
+            pid,
+            local.as_ptr(),
+            local.len() as libc::c_ulong,
+            remote.as_ptr(),
+            remote.len() as libc::c_ulong,
+            0,
+        )
+    })
+}
+
+/// Reads another process's memory into local ranges; returns the bytes moved, which may be fewer.
+///
+/// # Safety
+/// The local ranges must be writable for the length of the call, and no reference to them may
+/// exist. The remote ranges are checked by the kernel against the other process's mappings.
+pub(crate) unsafe fn read_ranges_from_process(
+    pid: i32,
+    local: &[IoVec],
+    remote: &[IoVec],
+) -> io::Result<usize> {
+    // SAFETY: both arrays are valid for their lengths; the caller guarantees the ranges.
+    check_len(unsafe {
+        libc::process_vm_readv(
             pid,
             local.as_ptr(),
             local.len() as libc::c_ulong,
@@ -313,4 +366,26 @@ pub(crate) fn event() -> io::Result<File> {
     let fd = check(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })?;
     // SAFETY: the kernel just returned this descriptor to us, and nobody else owns it.
     Ok(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moved_bytes_are_taken_from_the_front() {
+        let ranges = [(100, 10), (200, 0), (300, 5)];
+        let left = |moved| {
+            let mut vectors = ranges.map(|(address, len)| io_vec(address, len));
+            let rest = advance(&mut vectors, moved);
+            rest.iter()
+                .map(|vector| (vector.iov_base as u64, vector.iov_len))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(left(0), [(100, 10), (200, 0), (300, 5)]);
+        assert_eq!(left(9), [(109, 1), (200, 0), (300, 5)]);
+        assert_eq!(left(10), [(300, 5)]);
+        assert_eq!(left(14), [(304, 1)]);
+        assert_eq!(left(15), []);
+    }
 }

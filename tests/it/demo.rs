@@ -191,7 +191,7 @@ fn a_hybrid_model_crosses_between_equal_tp_sizes() {
 
 #[test]
 fn a_dense_model_crosses() {
-    for transport in ["cma", "tcp"] {
+    for transport in ["shm", "cma", "tcp"] {
         assert_passes(
             &["--model", "qwen3-8b", "--transport", transport],
             &["kv", "aux"],

@@ -161,6 +161,7 @@ impl Stage {
         ]);
         let transports = match plan.args.transport {
             Transport::Auto => None,
+            Transport::Shm => Some("shm"),
             Transport::Cma => Some("cma"),
             Transport::Tcp => Some("tcp"),
         };

@@ -1,4 +1,5 @@
-//! Between two processes of one host and owner: `process_vm_writev`, straight from page to page.
+//! Between two processes of one host and owner: `process_vm_writev` and `process_vm_readv`, straight
+//! from page to page.
 //!
 //! The kernel takes a pid, not a pidfd. A process that exits is noticed before each piece; between
 //! that look and the call its number could be given away only if the process were reaped, all
@@ -12,12 +13,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::engine::{CopyWork, EngineInner};
+use crate::engine::EngineInner;
 use crate::error::{TransportError, TransportErrorKind};
-use crate::session::WritePair;
+use crate::region::{Location, RemoteRegion};
+use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::sys::{self, IoVec, io_vec};
-use crate::transport::same_host::{Admitted, Link};
+use crate::transport::copy::CopyWork;
+use crate::transport::same_host::{Admitted, Link, Way};
 use crate::transport::{Piece, Transport, TransportKind};
 
 /// A connection to another process.
@@ -50,10 +53,10 @@ impl Cma {
         timeout: Duration,
     ) -> Result<Self, TransportError> {
         let weak = Arc::downgrade(engine);
-        let begin = Box::new(move |admitted, pairs, status: Arc<Status>| {
-            submit(&weak, Destination::Proven(admitted), pairs, status);
+        let begin = Box::new(move |admitted, job, status: Arc<Status>| {
+            submit(&weak, Reach::Proven(admitted), job, status);
         });
-        let link = Link::connect(socket_name, instance, timeout, begin)?;
+        let link = Link::connect(socket_name, Way::Process, instance, timeout, begin)?;
         Ok(Self {
             engine: Arc::downgrade(engine),
             peer: Peer::Proven(link),
@@ -106,16 +109,17 @@ fn closed() -> TransportError {
     TransportError::quiesced(TransportErrorKind::Closed, "the session is closed")
 }
 
-/// Where one batch goes, with the address of each pair's remote region.
-enum Destination {
+/// How one batch reaches the peer's memory.
+enum Reach {
     Proven(Admitted),
+    /// With the address of each pair's remote region.
     Believed {
         peer: Arc<BelievedPeer>,
         addresses: Vec<u64>,
     },
 }
 
-impl Destination {
+impl Reach {
     fn failure(&self) -> Option<TransportError> {
         match self {
             Self::Proven(admitted) => admitted.link().failure(),
@@ -130,89 +134,89 @@ impl Destination {
         }
     }
 
-    fn addresses(&self) -> &[u64] {
+    fn address(&self, pair: usize) -> Option<u64> {
         match self {
-            Self::Proven(admitted) => admitted.addresses(),
-            Self::Believed { addresses, .. } => addresses,
+            Self::Proven(admitted) => admitted.address(pair),
+            Self::Believed { addresses, .. } => addresses.get(pair).copied(),
         }
     }
 }
 
-fn submit(
-    engine: &Weak<EngineInner>,
-    destination: Destination,
-    pairs: Vec<WritePair>,
-    status: Arc<Status>,
-) {
+fn submit(engine: &Weak<EngineInner>, reach: Reach, job: Job, status: Arc<Status>) {
     match engine.upgrade() {
-        Some(engine) => engine.submit_copy(Arc::new(destination), pairs, status),
+        Some(engine) => engine.submit_copy(Arc::new(reach), job, status),
         None => status.fail(closed()),
     }
 }
 
-impl CopyWork for Destination {
-    fn copy(&self, pairs: &[WritePair], piece: &Piece) -> Result<(), TransportError> {
+impl CopyWork for Reach {
+    fn copy(&self, job: &Job, piece: &Piece) -> Result<(), TransportError> {
         if let Some(error) = self.failure() {
             return Err(error);
         }
-        let addresses = self.addresses();
         let mut local: Vec<IoVec> = Vec::with_capacity(piece.ranges.len());
         let mut remote: Vec<IoVec> = Vec::with_capacity(piece.ranges.len());
         for range in &piece.ranges {
-            let (Some(pair), Some(address)) = (pairs.get(range.pair), addresses.get(range.pair))
+            let (Some(pair), Some(address)) = (job.pairs.get(range.pair), self.address(range.pair))
             else {
                 continue;
             };
-            let src = pair.local.address(range.src, range.len)?;
-            let dst = address.checked_add(range.dst).ok_or_else(|| {
+            let (local_offset, remote_offset) = match job.direction {
+                Direction::Write => (range.src, range.dst),
+                Direction::Read => (range.dst, range.src),
+            };
+            let here = pair.local.address(local_offset, range.len)?;
+            let there = address.checked_add(remote_offset).ok_or_else(|| {
                 TransportError::quiesced(
                     TransportErrorKind::OutOfBounds,
                     "an address in the peer does not fit 64 bits",
                 )
             })?;
-            local.push(io_vec(src as u64, range.len));
-            remote.push(io_vec(dst, range.len));
+            local.push(io_vec(here as u64, range.len));
+            remote.push(io_vec(there, range.len));
         }
-        write_all(self.pid(), &mut local, &mut remote)
+        move_all(self.pid(), job.direction, &mut local, &mut remote)
     }
 }
 
-/// Writes everything; the kernel may stop after any range. Every error comes after its call has
+/// Moves everything; the kernel may stop after any range. Every error comes after its call has
 /// returned, so nothing is being written any more.
-fn write_all(pid: i32, local: &mut [IoVec], remote: &mut [IoVec]) -> Result<(), TransportError> {
-    let mut first = 0;
-    while let (Some(local), Some(remote)) = (local.get_mut(first..), remote.get_mut(first..)) {
-        if local.is_empty() {
-            break;
-        }
+fn move_all(
+    pid: i32,
+    direction: Direction,
+    local: &mut [IoVec],
+    remote: &mut [IoVec],
+) -> Result<(), TransportError> {
+    let what = match direction {
+        Direction::Write => "process_vm_writev to",
+        Direction::Read => "process_vm_readv from",
+    };
+    let (mut local, mut remote) = (local, remote);
+    while !local.is_empty() {
         // SAFETY: the local ranges were made from checked addresses of regions that the caller's
-        // pairs keep mapped. Should the peer be this process, its table of regions, or the
-        // operator's word for its descriptors, says that the remote ranges are pool memory, to
-        // which no reference is ever made.
-        let written = unsafe { sys::write_to_process(pid, local, remote) };
-        let mut written = match written {
+        // job keeps mapped, and no reference to pool memory is ever made. Should the peer be this
+        // process, its table of regions, or the operator's word for its descriptors, says that the
+        // remote ranges are pool memory too.
+        let moved = unsafe {
+            match direction {
+                Direction::Write => sys::write_to_process(pid, local, remote),
+                Direction::Read => sys::read_ranges_from_process(pid, local, remote),
+            }
+        };
+        let moved = match moved {
             Ok(0) => {
                 return Err(TransportError::quiesced(
                     TransportErrorKind::Io,
-                    format!("process_vm_writev to process {pid} moved nothing"),
+                    format!("{what} process {pid} moved nothing"),
                 ));
             }
-            Ok(written) => written,
+            Ok(moved) => moved,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(explain("process_vm_writev to", pid, &error)),
+            Err(error) => return Err(explain(what, pid, &error)),
         };
-        for (local, remote) in local.iter_mut().zip(remote.iter_mut()) {
-            let step = written.min(local.iov_len);
-            local.iov_base = local.iov_base.wrapping_byte_add(step);
-            remote.iov_base = remote.iov_base.wrapping_byte_add(step);
-            local.iov_len -= step;
-            remote.iov_len -= step;
-            written -= step;
-            if local.iov_len > 0 {
-                break;
-            }
-            first += 1;
-        }
+        // Both lists have the same lengths, so the same ranges are left of both.
+        local = sys::advance(local, moved);
+        remote = sys::advance(remote, moved);
     }
     Ok(())
 }
@@ -244,20 +248,25 @@ impl Transport for Cma {
         TransportKind::Cma
     }
 
-    fn submit(&self, pairs: Vec<WritePair>, status: Arc<Status>) {
+    /// SGLang registers pools as device memory also where they are in host memory, so a location
+    /// counts only where addresses are not simply believed.
+    fn can_move(&self, local: Location, remote: &RemoteRegion) -> bool {
+        let is_believed = matches!(self.peer, Peer::Believed(_)) && remote.key_opt.is_none();
+        local == Location::Host && (is_believed || remote.location == Location::Host)
+    }
+
+    fn submit(&self, job: Job, status: Arc<Status>) {
         match &self.peer {
-            Peer::Proven(link) => link.admit(pairs, status),
+            Peer::Proven(link) => link.admit(job, status),
             Peer::Believed(peer) => {
-                let destination = Destination::Believed {
+                let addresses = job.pairs.iter().map(|pair| pair.remote.claimed_address);
+                let reach = Reach::Believed {
                     peer: Arc::clone(peer),
-                    addresses: pairs
-                        .iter()
-                        .map(|pair| pair.remote.claimed_address)
-                        .collect(),
+                    addresses: addresses.collect(),
                 };
-                match destination.failure() {
+                match reach.failure() {
                     Some(error) => status.fail(error),
-                    None => submit(&self.engine, destination, pairs, status),
+                    None => submit(&self.engine, reach, job, status),
                 }
             }
         }

@@ -3,12 +3,12 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use crate::engine::{CopyWork, EngineInner};
+use crate::engine::EngineInner;
 use crate::error::{TransportError, TransportErrorKind};
-use crate::region::{Region, RemoteRegion, WriteGuard};
-use crate::session::WritePair;
+use crate::region::{Region, RegionGuard, RemoteRegion};
+use crate::session::{Job, WritePair};
 use crate::status::Status;
-use crate::sys;
+use crate::transport::copy::{CopyWork, copy_mapped};
 use crate::transport::{Piece, Transport, TransportKind};
 
 /// A connection to another engine of this process (or to itself).
@@ -43,48 +43,33 @@ fn closed() -> TransportError {
     TransportError::quiesced(TransportErrorKind::Closed, "the session is closed")
 }
 
-/// The destination of one batch: its guards keep the regions registered until the batch ends.
+/// The peer's side of one batch: its guards keep the regions registered until the batch ends.
 struct LocalTarget {
-    guards: Vec<WriteGuard>,
+    guards: Vec<RegionGuard>,
     is_closed: Arc<AtomicBool>,
 }
 
 impl CopyWork for LocalTarget {
-    fn copy(&self, pairs: &[WritePair], piece: &Piece) -> Result<(), TransportError> {
+    fn copy(&self, job: &Job, piece: &Piece) -> Result<(), TransportError> {
         if self.is_closed.load(Ordering::Acquire) {
             return Err(closed());
         }
-        for range in &piece.ranges {
-            let (Some(pair), Some(guard)) = (pairs.get(range.pair), self.guards.get(range.pair))
-            else {
-                continue;
-            };
-            let src = pair.local.address(range.src, range.len)?;
-            let dst = guard.region().address(range.dst, range.len)?;
-            let overlaps = src.addr().abs_diff(dst.addr()) < range.len as usize;
-            if overlaps {
-                return Err(TransportError::quiesced(
-                    TransportErrorKind::OutOfBounds,
-                    "source and destination of a write overlap",
-                ));
-            }
-            // SAFETY: both ranges were just checked against their regions, whose memory `pairs`
-            // and `guards` keep mapped, and they do not overlap.
-            unsafe { sys::copy(src, dst, range.len as usize) };
-        }
-        Ok(())
+        copy_mapped(job, piece, |pair, offset, len| {
+            let guard = self.guards.get(pair).ok_or_else(closed)?;
+            guard.region().address(offset, len)
+        })
     }
 }
 
 /// Enters every pair's region, or none: a descriptor that promises more than is registered is
 /// refused before a byte moves.
-fn enter_all(engine: &EngineInner, pairs: &[WritePair]) -> Result<Vec<WriteGuard>, TransportError> {
+fn enter_all(engine: &EngineInner, job: &Job) -> Result<Vec<RegionGuard>, TransportError> {
     let enter = |pair: &WritePair| {
         let region = find_region(engine, &pair.remote)?;
-        region.address(0, pair.runs.dst_end().get())?;
-        region.begin_write()
+        region.address(0, pair.remote_end(job.direction))?;
+        region.enter()
     };
-    pairs.iter().map(enter).collect()
+    job.pairs.iter().map(enter).collect()
 }
 
 /// The registration that a descriptor names.
@@ -109,18 +94,18 @@ impl Transport for Local {
         TransportKind::Local
     }
 
-    fn submit(&self, pairs: Vec<WritePair>, status: Arc<Status>) {
+    fn submit(&self, job: Job, status: Arc<Status>) {
         let Some(engine) = self.engine.upgrade() else {
             return status.fail(closed());
         };
-        let guards = self.live_peer().and_then(|peer| enter_all(&peer, &pairs));
+        let guards = self.live_peer().and_then(|peer| enter_all(&peer, &job));
         match guards {
             Ok(guards) => {
                 let target = LocalTarget {
                     guards,
                     is_closed: Arc::clone(&self.is_closed),
                 };
-                engine.submit_copy(Arc::new(target), pairs, status);
+                engine.submit_copy(Arc::new(target), job, status);
             }
             Err(error) => status.fail(error),
         }

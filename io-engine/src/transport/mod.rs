@@ -5,21 +5,24 @@
 //! * it takes pieces of a batch only through [`BatchQueue`], which shares workers fairly between
 //!   batches and stops at a cancellation;
 //! * it reports every piece that it took, and reports success only when the bytes are in the
-//!   remote memory;
+//!   memory of the side that is written;
 //! * it says of a failure whether writes are proved to have stopped;
 //! * once dead it stays dead: later batches fail at once.
 
 pub(crate) mod cma;
+pub(crate) mod copy;
 pub(crate) mod local;
 pub(crate) mod queue;
 pub(crate) mod same_host;
+pub(crate) mod shm;
 pub(crate) mod tcp;
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use crate::session::WritePair;
+use crate::region::{Location, RemoteRegion};
+use crate::session::Job;
 use crate::status::Status;
 
 pub(crate) use queue::{BatchQueue, Piece};
@@ -29,7 +32,10 @@ pub(crate) use queue::{BatchQueue, Piece};
 pub enum TransportKind {
     /// Within one process: memory is copied.
     Local,
-    /// Between two processes of one host and owner: `process_vm_writev`.
+    /// Between two processes of one host and owner: the peer's pool is mapped here, and memory is
+    /// copied.
+    Shm,
+    /// Between two processes of one host and owner: `process_vm_writev` and `process_vm_readv`.
     Cma,
     /// Between any two hosts: TCP streams.
     Tcp,
@@ -37,15 +43,21 @@ pub enum TransportKind {
 
 impl TransportKind {
     /// Every kind, fastest first: the default order of choice.
-    pub const ALL: [Self; 3] = [Self::Local, Self::Cma, Self::Tcp];
+    pub const ALL: [Self; 4] = [Self::Local, Self::Shm, Self::Cma, Self::Tcp];
 
     /// The metric label.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Local => "local",
+            Self::Shm => "shm",
             Self::Cma => "cma",
             Self::Tcp => "tcp",
         }
+    }
+
+    /// Whether peers must be told of regions over a Unix socket.
+    pub(crate) const fn is_same_host(self) -> bool {
+        matches!(self, Self::Shm | Self::Cma)
     }
 }
 
@@ -62,7 +74,7 @@ impl FromStr for TransportKind {
         Self::ALL
             .into_iter()
             .find(|kind| kind.name() == text)
-            .ok_or_else(|| format!("{text:?} is no transport; there are local, cma and tcp"))
+            .ok_or_else(|| format!("{text:?} is no transport; there are local, shm, cma and tcp"))
     }
 }
 
@@ -70,8 +82,12 @@ impl FromStr for TransportKind {
 pub(crate) trait Transport: Send + Sync {
     /// Its kind.
     fn kind(&self) -> TransportKind;
-    /// Begins to write pairs that were checked against the descriptors.
-    fn submit(&self, pairs: Vec<WritePair>, status: Arc<Status>);
+    /// Whether it reaches memory in these places.
+    fn can_move(&self, local: Location, remote: &RemoteRegion) -> bool {
+        local == Location::Host && remote.location == Location::Host
+    }
+    /// Begins to move a job's bytes; its pairs were checked against the descriptors.
+    fn submit(&self, job: Job, status: Arc<Status>);
     /// Whether the peer is still there, without sending.
     fn is_alive(&self) -> bool;
     /// Ends the connection; batches in flight fail.

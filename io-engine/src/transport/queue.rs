@@ -9,12 +9,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::error::TransportError;
-use crate::session::WritePair;
+use crate::session::Job;
 use crate::status::Status;
 use crate::sys::MAX_VECTORS;
 
 /// Bytes of one piece at most, unless a single range is cut exactly there.
-const PIECE_BYTES: u64 = 2 << 20;
+/// Small, so that workers finish a batch together and a small batch waits for little.
+const PIECE_BYTES: u64 = 512 << 10;
 
 /// One range of a piece.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +50,7 @@ struct Cursor {
 
 /// A batch and the rest of it that nobody has taken.
 struct Batch<W> {
-    pairs: Arc<[WritePair]>,
+    job: Arc<Job>,
     status: Arc<Status>,
     work: W,
     cursor: Cursor,
@@ -61,7 +62,7 @@ impl<W> Batch<W> {
         piece.ranges.clear();
         piece.bytes = 0;
         let cursor = &mut self.cursor;
-        while let Some(pair) = self.pairs.get(cursor.pair) {
+        while let Some(pair) = self.job.pairs.get(cursor.pair) {
             let Some(run) = pair.runs.runs().get(cursor.run) else {
                 *cursor = Cursor {
                     pair: cursor.pair + 1,
@@ -127,7 +128,7 @@ impl<W> Default for BatchQueue<W> {
 pub(crate) enum Taken<W> {
     /// A piece, filled into the worker's buffer; [`Status::piece_done`] is owed.
     Piece {
-        pairs: Arc<[WritePair]>,
+        job: Arc<Job>,
         status: Arc<Status>,
         work: W,
     },
@@ -143,14 +144,14 @@ impl<W: Clone> BatchQueue<W> {
     }
 
     /// Adds a batch, or fails it when the queue is closed.
-    pub(crate) fn push(&self, pairs: Vec<WritePair>, status: Arc<Status>, work: W) {
+    pub(crate) fn push(&self, job: Job, status: Arc<Status>, work: W) {
         let mut waiting = self.lock();
         if let Some(error) = waiting.closed_opt.clone() {
             drop(waiting);
             return status.fail(error);
         }
         let batch = Batch {
-            pairs: pairs.into(),
+            job: Arc::new(job),
             status,
             work,
             cursor: Cursor::default(),
@@ -160,26 +161,58 @@ impl<W: Clone> BatchQueue<W> {
         self.arrived.notify_all();
     }
 
+    /// Moves a whole batch on the calling thread, piece by piece; for batches so small that
+    /// waking a worker costs more.
+    pub(crate) fn run_here(
+        &self,
+        job: Job,
+        status: &Arc<Status>,
+        work: W,
+        mut copy: impl FnMut(&W, &Job, &Piece) -> Result<(), TransportError>,
+    ) {
+        if let Some(error) = self.closed_reason() {
+            return status.fail(error);
+        }
+        let mut batch = Batch {
+            job: Arc::new(job),
+            status: Arc::clone(status),
+            work,
+            cursor: Cursor::default(),
+        };
+        let mut piece = Piece::default();
+        loop {
+            batch.next_piece(&mut piece);
+            if piece.ranges.is_empty() || !status.take_piece() {
+                break;
+            }
+            status.piece_done(copy(&batch.work, &batch.job, &piece));
+        }
+        // What the batch holds is let go before anybody who waits for its end goes on.
+        drop(batch);
+        status.exhausted();
+    }
+
     /// Takes the next piece, waiting for one at most this long (for ever if `None`).
     pub(crate) fn take(&self, piece: &mut Piece, timeout: Option<Duration>) -> Taken<W> {
         let mut waiting = self.lock();
         loop {
             while let Some(mut batch) = waiting.batches.pop_front() {
-                let stops = batch.status.is_stopping();
-                if !stops {
+                let mut goes_on = !batch.status.is_stopping();
+                if goes_on {
                     batch.next_piece(piece);
+                    goes_on = !piece.ranges.is_empty() && batch.status.take_piece();
                 }
-                if stops || piece.ranges.is_empty() {
+                if !goes_on {
                     // The end of a batch wakes its waiters and may unmap memory: not under the lock.
                     drop(waiting);
-                    batch.status.exhausted();
+                    let status = Arc::clone(&batch.status);
                     drop(batch);
+                    status.exhausted();
                     waiting = self.lock();
                     continue;
                 }
-                batch.status.piece_taken();
                 let taken = Taken::Piece {
-                    pairs: Arc::clone(&batch.pairs),
+                    job: Arc::clone(&batch.job),
                     status: Arc::clone(&batch.status),
                     work: batch.work.clone(),
                 };
@@ -249,6 +282,7 @@ mod tests {
     use crate::error::TransportErrorKind;
     use crate::memory::Memory;
     use crate::region::RemoteRegion;
+    use crate::session::WritePair;
     use crate::status::TransferHandle;
     use crate::transport::TransportKind;
 
@@ -281,6 +315,10 @@ mod tests {
             src_stride: len + 3,
             dst_stride: len + 5,
         }
+    }
+
+    fn job(pairs: &[WritePair]) -> Job {
+        Job::unchecked(pairs.to_vec())
     }
 
     fn status(pairs: &[WritePair]) -> Arc<Status> {
@@ -316,7 +354,7 @@ mod tests {
         let (queue, status) = (BatchQueue::default(), status(&pairs));
         // Ranges that were cut are put together again where one continues the other.
         let mut seen: Vec<PieceRange> = Vec::new();
-        queue.push(pairs.clone(), Arc::clone(&status), 'a');
+        queue.push(job(&pairs), Arc::clone(&status), 'a');
         let mut piece = Piece::default();
         while let Some((_, status)) = take(&queue, &mut piece) {
             assert!(!piece.ranges.is_empty() && piece.ranges.len() <= MAX_VECTORS);
@@ -358,8 +396,8 @@ mod tests {
         let large = pairs(&[vec![strided(0, 0, PIECE_BYTES * 100, 1)]]);
         let small = pairs(&[vec![strided(0, 0, 8, 1)]]);
         let queue = BatchQueue::default();
-        queue.push(large.clone(), status(&large), 'l');
-        queue.push(small.clone(), status(&small), 's');
+        queue.push(job(&large), status(&large), 'l');
+        queue.push(job(&small), status(&small), 's');
         let mut piece = Piece::default();
         let order: String = (0..4)
             .map(|_| take(&queue, &mut piece).unwrap().0)
@@ -371,7 +409,7 @@ mod tests {
     fn a_cancelled_batch_ends_when_its_pieces_are_back() {
         let large = pairs(&[vec![strided(0, 0, PIECE_BYTES * 100, 1)]]);
         let (queue, status) = (BatchQueue::default(), status(&large));
-        queue.push(large, Arc::clone(&status), 'l');
+        queue.push(job(&large), Arc::clone(&status), 'l');
         let mut piece = Piece::default();
         let (_, taken) = take(&queue, &mut piece).unwrap();
         let handle = TransferHandle(status);
@@ -389,17 +427,17 @@ mod tests {
         let one = pairs(&[vec![strided(0, 0, PIECE_BYTES * 3, 1)]]);
         let (begun, fresh, late) = (status(&one), status(&one), status(&one));
         let queue = BatchQueue::default();
-        queue.push(one.clone(), Arc::clone(&begun), 'b');
+        queue.push(job(&one), Arc::clone(&begun), 'b');
         let mut piece = Piece::default();
         let (_, taken) = take(&queue, &mut piece).unwrap();
-        queue.push(one.clone(), Arc::clone(&fresh), 'f');
+        queue.push(job(&one), Arc::clone(&fresh), 'f');
         let lost = TransportError::unproved(TransportErrorKind::Timeout, "first");
         queue.close(&lost);
         queue.close(&TransportError::unproved(
             TransportErrorKind::Closed,
             "second",
         ));
-        queue.push(one, Arc::clone(&late), 'n');
+        queue.push(job(&one), Arc::clone(&late), 'n');
         let begun = TransferHandle(begun);
         assert!(begun.wait(Duration::ZERO).is_none(), "a piece is out");
         taken.piece_done(Err(lost));
@@ -432,7 +470,7 @@ mod tests {
         };
         let one = pairs(&[vec![strided(0, 0, PIECE_BYTES * 3, 1)]]);
         let status = status(&one);
-        queue.push(one, Arc::clone(&status), 'o');
+        queue.push(job(&one), Arc::clone(&status), 'o');
         let moved = TransferHandle(status).wait(Duration::MAX).unwrap();
         assert_eq!(moved.unwrap().bytes, PIECE_BYTES * 3);
         queue.close(&TransportError::quiesced(TransportErrorKind::Closed, "end"));

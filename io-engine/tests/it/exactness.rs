@@ -107,3 +107,78 @@ async fn a_handle_can_be_awaited() {
             .is_err()
     );
 }
+
+#[test]
+fn reads_bring_bytes_the_other_way_and_change_nothing_there() {
+    let seed = 20_261_201;
+    for kind in TransportKind::ALL {
+        let pair = pair(kind);
+        let mut random = Random(seed);
+        let peers = contents(&pair.target_memory)
+            .iter()
+            .enumerate()
+            .map(|(at, byte)| byte ^ (at * 7) as u8)
+            .collect::<Vec<_>>();
+        pair.target_memory.write(ByteOffset(0), &peers).unwrap();
+        for round in 0..20 {
+            let runs = random_runs(&mut random);
+            let mut expected = contents(&pair.source_memory);
+            for range in runs.iter_ranges() {
+                let (src, dst, len) = (
+                    range.src.get() as usize,
+                    range.dst.get() as usize,
+                    range.len.get() as usize,
+                );
+                expected[dst..dst + len].copy_from_slice(&peers[src..src + len]);
+            }
+            let (bytes, ranges) = (runs.bytes().get(), runs.ranges());
+            let batch = WritePair {
+                local: pair.local.clone(),
+                remote: remote_of(&pair.remote.desc()),
+                runs,
+            };
+            let handle = pair.session.read(WriteBatch { pairs: vec![batch] });
+            let moved = handle.wait(DEADLINE).expect("ends").unwrap();
+            assert_eq!((moved.bytes, moved.ranges), (bytes, ranges));
+            assert!(
+                contents(&pair.source_memory) == expected,
+                "{kind}: seed {seed} round {round}"
+            );
+        }
+        assert!(contents(&pair.target_memory) == peers, "{kind}");
+    }
+}
+
+#[test]
+fn reads_and_writes_of_any_size_share_a_session() {
+    for kind in TransportKind::ALL {
+        let pair = pair(kind);
+        let remote = remote_of(&pair.remote.desc());
+        // The upper half goes over, the lower half of the peer comes back to where it was not.
+        let half = BYTES / 2;
+        let handles: Vec<_> = [1, 16 << 10, (16 << 10) + 1, 300_000]
+            .into_iter()
+            .flat_map(|len| {
+                let pair_of = |src, dst| WritePair {
+                    local: pair.local.clone(),
+                    remote: remote.clone(),
+                    runs: one_run(src, dst, len),
+                };
+                let write = WriteBatch {
+                    pairs: vec![pair_of(half, half)],
+                };
+                let read = WriteBatch {
+                    pairs: vec![pair_of(0, 0)],
+                };
+                [pair.session.write(write), pair.session.read(read)]
+            })
+            .collect();
+        for handle in handles {
+            handle.wait(DEADLINE).expect("ends").unwrap();
+        }
+        let (here, there) = (contents(&pair.source_memory), contents(&pair.target_memory));
+        let (half, len) = (half as usize, 300_000);
+        assert!(here[half..half + len] == there[half..half + len], "{kind}");
+        assert!(here[..len].iter().all(|byte| *byte == 0xEE), "{kind}");
+    }
+}

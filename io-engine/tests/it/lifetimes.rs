@@ -4,7 +4,9 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::Duration;
 
-use io_engine::{Engine, FaultSpec, TransportErrorKind, TransportKind, WriteBatch, WritePair};
+use io_engine::{
+    Direction, Engine, FaultSpec, TransportErrorKind, TransportKind, WriteBatch, WritePair,
+};
 
 use crate::support::{
     BYTES, DEADLINE, begin, config, contents, eventually, one_run, pair, pair_with, remote_of,
@@ -204,4 +206,50 @@ fn the_last_handles_end_all_threads_and_close_all_descriptors() {
     assert!(output.status.success(), "{output:?}");
     let told = String::from_utf8_lossy(&output.stdout);
     assert!(told.contains("1 passed"), "{told}");
+}
+
+#[test]
+fn a_batch_ends_at_its_timeout() {
+    for kind in TransportKind::ALL {
+        let mut source = config("source", kind);
+        source.fault_opt = Some("stall:kv:0".parse::<FaultSpec>().unwrap());
+        let pair = pair_with(source, config("target", kind));
+        let batch = || WriteBatch {
+            pairs: vec![WritePair {
+                local: pair.local.clone(),
+                remote: remote_of(&pair.remote.desc()),
+                runs: one_run(0, 0, BYTES),
+            }],
+        };
+        let timeout = Duration::from_millis(30);
+        let stalled = pair
+            .session
+            .submit(Direction::Write, batch(), Some(timeout));
+        let error = stalled.wait(DEADLINE).expect("ends").unwrap_err();
+        assert_eq!(error.kind(), TransportErrorKind::Timeout, "{kind}");
+        assert!(error.is_quiesced(), "{kind}: nobody held it");
+        let in_time = pair
+            .session
+            .submit(Direction::Write, batch(), Some(DEADLINE));
+        in_time.wait(DEADLINE).expect("ends").unwrap();
+    }
+}
+
+#[test]
+fn memory_that_is_read_by_a_batch_is_not_let_go_before_its_end() {
+    for kind in TransportKind::ALL {
+        let pair = pair(kind);
+        let remote = remote_of(&pair.remote.desc());
+        let handles: Vec<_> = (0..50)
+            .map(|_| begin(&pair.session, &pair.local, &remote, shuffled_pages()))
+            .collect();
+        assert!(pair.source.deregister(&pair.local, DEADLINE), "{kind}");
+        for handle in handles {
+            let done = handle.wait(Duration::from_secs(1)).expect("all have ended");
+            done.unwrap();
+        }
+        let late = begin(&pair.session, &pair.local, &remote, one_run(0, 0, 64));
+        let error = late.wait(DEADLINE).expect("ends").unwrap_err();
+        assert_eq!(error.kind(), TransportErrorKind::NotRegistered, "{kind}");
+    }
 }

@@ -141,7 +141,7 @@ impl Drop for PeerProcess {
 
 #[test]
 fn bytes_cross_processes_and_a_killed_peer_is_noticed() {
-    for kind in [TransportKind::Cma, TransportKind::Tcp] {
+    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
         let mut peer = PeerProcess::start(kind);
         let (source, local) = source(config("source", kind));
         let session = source.connect(&peer.engine).unwrap();
@@ -170,12 +170,14 @@ fn bytes_cross_processes_and_a_killed_peer_is_noticed() {
 
 #[test]
 fn a_peer_that_is_killed_ends_what_is_in_flight() {
-    for kind in [TransportKind::Cma, TransportKind::Tcp] {
+    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
         let mut peer = PeerProcess::start(kind);
         let (source, local) = source(config("source", kind));
         let session = source.connect(&peer.engine).unwrap();
-        let handles: Vec<_> = (0..2000)
-            .map(|_| begin(&session, &local, &peer.region, shuffled_pages()))
+        // More than any machine moves before the kill.
+        let (runs, count) = (shuffled_pages(), 20_000);
+        let handles: Vec<_> = (0..count)
+            .map(|_| begin(&session, &local, &peer.region, runs.clone()))
             .collect();
         handles[1].wait(DEADLINE).expect("ends").unwrap();
         peer.child.kill().unwrap();
@@ -193,7 +195,7 @@ fn a_peer_that_is_killed_ends_what_is_in_flight() {
             }
         }
         println!(
-            "{kind}: {failed} of 2000 failed, {:?} after the kill",
+            "{kind}: {failed} of {count} failed, {:?} after the kill",
             killed.elapsed()
         );
         assert!(
@@ -205,7 +207,7 @@ fn a_peer_that_is_killed_ends_what_is_in_flight() {
 
 #[test]
 fn a_region_is_let_go_by_a_writer_in_another_process() {
-    for kind in [TransportKind::Cma, TransportKind::Tcp] {
+    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
         let mut peer = PeerProcess::start(kind);
         let (source, local) = source(config("source", kind));
         let session = source.connect(&peer.engine).unwrap();
@@ -231,7 +233,7 @@ fn a_region_is_let_go_by_a_writer_in_another_process() {
 #[test]
 fn a_frozen_peer_fails_in_time_and_holds_up_nobody() {
     const PATIENCE: Duration = Duration::from_millis(300);
-    for kind in [TransportKind::Cma, TransportKind::Tcp] {
+    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
         let (frozen, healthy) = (PeerProcess::start(kind), PeerProcess::start(kind));
         let mut config = config("source", kind);
         config.connect_timeout = PATIENCE;

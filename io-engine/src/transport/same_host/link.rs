@@ -6,41 +6,51 @@ use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use common::ids::ByteLen;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_bytes::ByteBuf;
 
 use crate::error::{TransportError, TransportErrorKind};
+use crate::memory::Memory;
 use crate::region::{RegionKey, RemoteRegion, TAG_MAGIC};
-use crate::session::WritePair;
+use crate::session::Job;
 use crate::status::Status;
 use crate::sys;
 use crate::transport::cma::explain;
 use crate::transport::same_host::{
-    MAX_TO_WRITER_BYTES, TableRow, ToOwner, ToWriter, is_meant, receive, send,
+    MAX_TO_WRITER_BYTES, TableRow, ToOwner, ToWriter, Way, is_meant, receive, receive_with, send,
 };
 
 /// Begins a batch whose regions are known.
-pub(crate) type Begin = Box<dyn Fn(Admitted, Vec<WritePair>, Arc<Status>) + Send + Sync>;
+pub(crate) type Begin = Box<dyn Fn(Admitted, Job, Arc<Status>) + Send + Sync>;
 
 /// A proven peer: its process and its regions. A thread of its own talks to it and notices its
 /// end; whoever submits never waits for it.
 pub(crate) struct Link {
+    /// 0 when the peer is in another pid namespace.
     pid: i32,
-    pidfd: OwnedFd,
+    /// Where the peer's pid is known.
+    pidfd_opt: Option<OwnedFd>,
+    way: Way,
     stream: UnixStream,
     /// Wakes the thread when there is something to say.
     wake: File,
     answer_timeout: Duration,
     begin: Begin,
     state: Mutex<State>,
+    /// Whether the state has its end; read without the lock.
+    has_ended: AtomicBool,
 }
 
 #[derive(Default)]
 struct State {
     regions: HashMap<u32, Known>,
+    /// Pools of the peer that are mapped here, by its number for them.
+    pools: HashMap<u64, Memory>,
     /// Batches that name a region which no table has told of yet.
     waiting: VecDeque<Waiting>,
     /// Number of the last table that was asked for.
@@ -54,14 +64,23 @@ struct State {
 
 struct Known {
     key: RegionKey,
-    address: u64,
+    place: Place,
     len: u64,
     writers: usize,
     is_forgotten: bool,
 }
 
+/// Where a region of the peer is.
+#[derive(Clone)]
+enum Place {
+    /// In the peer's address space.
+    Address(u64),
+    /// In a pool that is mapped here.
+    Mapped { pool: Memory, offset: u64, len: u64 },
+}
+
 struct Waiting {
-    pairs: Vec<WritePair>,
+    job: Job,
     status: Arc<Status>,
     /// A table with this number, or a later one, decides.
     table: u64,
@@ -71,6 +90,7 @@ impl Link {
     /// Connects to an engine's socket and takes the proof.
     pub(crate) fn connect(
         name: &str,
+        way: Way,
         instance: [u8; 16],
         timeout: Duration,
         begin: Begin,
@@ -84,7 +104,7 @@ impl Link {
         };
         let stream = connect_within(name, timeout).map_err(failed("connect"))?;
         let credentials = sys::peer_credentials(&stream).map_err(failed("credentials"))?;
-        if credentials.pid <= 0 {
+        if credentials.pid <= 0 && way == Way::Process {
             return Err(refused(
                 TransportErrorKind::Unreachable,
                 "the peer is in another pid namespace".to_owned(),
@@ -99,8 +119,11 @@ impl Link {
             );
             return Err(refused(TransportErrorKind::PermissionDenied, message));
         }
-        let pidfd = sys::pidfd(credentials.pid).map_err(failed("pidfd_open"))?;
-        let hello = ToOwner::Hello(TAG_MAGIC.to_owned(), ByteBuf::from(instance));
+        let pidfd_opt = match credentials.pid {
+            ..=0 => None,
+            pid => Some(sys::pidfd(pid).map_err(failed("pidfd_open"))?),
+        };
+        let hello = ToOwner::Hello(TAG_MAGIC.to_owned(), ByteBuf::from(instance), way);
         send(&stream, &hello).map_err(failed("hello"))?;
         // The answer also shows that the process lived after the pidfd was taken.
         let answer = receive(&stream, MAX_TO_WRITER_BYTES).map_err(failed("welcome"))?;
@@ -112,24 +135,19 @@ impl Link {
             let message = "the socket belongs to another engine than the descriptor".to_owned();
             return Err(refused(TransportErrorKind::Protocol, message));
         }
-        let mut seen = [0; 16];
-        let read = sys::read_from_process(credentials.pid, address, &mut seen)
-            .map_err(|error| explain("process_vm_readv from", credentials.pid, &error))?;
-        if read != seen.len() || secret.as_slice() != seen {
-            let message = format!(
-                "the memory of process {} does not hold what its socket says",
-                credentials.pid
-            );
-            return Err(refused(TransportErrorKind::Protocol, message));
+        if way == Way::Process {
+            prove_reach(credentials.pid, address, &secret)?;
         }
         let link = Arc::new(Self {
             pid: credentials.pid,
-            pidfd,
+            pidfd_opt,
+            way,
             stream,
             wake: sys::event().map_err(failed("eventfd"))?,
             answer_timeout: timeout,
             begin,
             state: Mutex::default(),
+            has_ended: AtomicBool::new(false),
         });
         let thread = Arc::clone(&link);
         std::thread::Builder::new()
@@ -143,35 +161,41 @@ impl Link {
         self.pid
     }
 
-    /// Why nothing can be written any more; `None` while it can.
+    /// Why nothing can be moved any more; `None` while it can. Asks the kernel.
     pub(crate) fn failure(&self) -> Option<TransportError> {
-        if sys::has_exited(self.pidfd.as_fd()) {
-            return Some(self.exited());
+        let pidfd_opt = self.pidfd_opt.as_ref();
+        if pidfd_opt.is_some_and(|pidfd| sys::has_exited(pidfd.as_fd())) {
+            // Perhaps before the thread has noticed.
+            self.end(self.exited());
+        }
+        self.noticed_failure()
+    }
+
+    /// As [`Link::failure`], as far as the link's thread has noticed: no system call.
+    pub(crate) fn noticed_failure(&self) -> Option<TransportError> {
+        if !self.has_ended.load(Ordering::Acquire) {
+            return None;
         }
         self.state().ended_opt.clone()
     }
 
     /// Begins a batch as soon as each of its regions is known, and fails it if one is not
     /// registered, or not with this key and this long.
-    pub(crate) fn admit(self: &Arc<Self>, pairs: Vec<WritePair>, status: Arc<Status>) {
+    pub(crate) fn admit(self: &Arc<Self>, job: Job, status: Arc<Status>) {
         let mut state = self.state();
         let admitted = match state.ended_opt.clone() {
             Some(error) => Err(error),
-            None => self.try_admit(&mut state, &pairs),
+            None => self.try_admit(&mut state, &job),
         };
         if let Ok(None) = admitted {
             let table = state.asked + 1;
-            state.waiting.push_back(Waiting {
-                pairs,
-                status,
-                table,
-            });
+            state.waiting.push_back(Waiting { job, status, table });
             drop(state);
             return self.wake();
         }
         drop(state);
         match admitted {
-            Ok(Some(admitted)) => (self.begin)(admitted, pairs, status),
+            Ok(Some(admitted)) => (self.begin)(admitted, job, status),
             Ok(None) => {}
             Err(error) => status.fail(error),
         }
@@ -181,6 +205,7 @@ impl Link {
     pub(crate) fn end(&self, error: TransportError) {
         let mut state = self.state();
         let reason = state.ended_opt.get_or_insert(error).clone();
+        self.has_ended.store(true, Ordering::Release);
         let waiting = std::mem::take(&mut state.waiting);
         self.close_if_idle(&state);
         drop(state);
@@ -219,16 +244,16 @@ impl Link {
     fn try_admit(
         self: &Arc<Self>,
         state: &mut State,
-        pairs: &[WritePair],
+        job: &Job,
     ) -> Result<Option<Admitted>, TransportError> {
-        let mut addresses = Vec::with_capacity(pairs.len());
-        for pair in pairs {
+        let mut places = Vec::with_capacity(job.pairs.len());
+        for pair in &job.pairs {
             let Some(known) = state.regions.get(&pair.remote.id) else {
                 return Ok(None);
             };
-            addresses.push(known.check(&pair.remote)?);
+            places.push(known.check(&pair.remote)?);
         }
-        let regions: Vec<u32> = pairs.iter().map(|pair| pair.remote.id).collect();
+        let regions: Vec<u32> = job.pairs.iter().map(|pair| pair.remote.id).collect();
         for id in &regions {
             if let Some(known) = state.regions.get_mut(id) {
                 known.writers += 1;
@@ -238,7 +263,7 @@ impl Link {
         Ok(Some(Admitted {
             link: Arc::clone(self),
             regions,
-            addresses,
+            places,
         }))
     }
 
@@ -268,10 +293,16 @@ impl Link {
         }
         let timeout_opt =
             asked_at_opt.map(|asked_at| self.answer_timeout.saturating_sub(asked_at.elapsed()));
-        let fds = [self.stream.as_fd(), self.wake.as_fd(), self.pidfd.as_fd()];
+        // Without a pidfd the end of the stream is the only sign of the peer's end.
+        let pidfd_opt = self.pidfd_opt.as_ref().map(OwnedFd::as_fd);
+        let fds = [
+            self.stream.as_fd(),
+            self.wake.as_fd(),
+            pidfd_opt.unwrap_or(self.stream.as_fd()),
+        ];
         let [readable, is_woken, has_exited] =
             sys::wait_readable(fds, timeout_opt).map_err(failed)?;
-        if has_exited {
+        if has_exited && pidfd_opt.is_some() {
             return Err(self.exited());
         }
         if is_woken {
@@ -279,8 +310,9 @@ impl Link {
             let _ = (&self.wake).read(&mut [0; 8]);
         }
         if readable {
-            let message = receive(&self.stream, MAX_TO_WRITER_BYTES).map_err(failed)?;
-            return self.handle(message, asked_at_opt);
+            let (message, descriptors) =
+                receive_with(&self.stream, MAX_TO_WRITER_BYTES).map_err(failed)?;
+            return self.handle(message, descriptors, asked_at_opt);
         }
         if timeout_opt.is_some_and(|timeout| timeout.is_zero()) {
             return Err(TransportError::quiesced(
@@ -312,6 +344,7 @@ impl Link {
     fn handle(
         self: &Arc<Self>,
         message: ToWriter,
+        descriptors: Vec<OwnedFd>,
         asked_at_opt: &mut Option<Instant>,
     ) -> Result<(), TransportError> {
         match message {
@@ -319,6 +352,7 @@ impl Link {
                 TransportErrorKind::Protocol,
                 format!("process {} sent a second welcome", self.pid),
             )),
+            ToWriter::Pools(pools) => self.map(&pools, descriptors),
             ToWriter::Table(number, rows) => {
                 *asked_at_opt = None;
                 self.learn(number, rows)
@@ -340,39 +374,73 @@ impl Link {
         }
     }
 
+    /// Maps the pools that a table will name.
+    fn map(&self, pools: &[(u64, u64)], descriptors: Vec<OwnedFd>) -> Result<(), TransportError> {
+        if self.way != Way::Mapping || pools.len() != descriptors.len() {
+            return Err(self.nonsense("of its pools"));
+        }
+        for ((pool, bytes), descriptor) in pools.iter().zip(descriptors) {
+            if self.state().pools.contains_key(pool) {
+                continue;
+            }
+            let memory = Memory::from_fd(descriptor, ByteLen(*bytes))?;
+            memory.populate();
+            self.state().pools.insert(*pool, memory);
+        }
+        Ok(())
+    }
+
+    fn nonsense(&self, of_what: &str) -> TransportError {
+        TransportError::quiesced(
+            TransportErrorKind::Protocol,
+            format!("process {} told nonsense {of_what}", self.pid),
+        )
+    }
+
     /// Takes in a table and decides on the batches that waited for it.
     fn learn(self: &Arc<Self>, number: u64, rows: Vec<TableRow>) -> Result<(), TransportError> {
         let mut state = self.state();
-        for TableRow(id, key, address, len) in rows {
-            let key = <[u8; 16]>::try_from(key.as_slice()).ok();
-            let (Some(key), Some(_)) = (key, address.checked_add(len)) else {
-                return Err(TransportError::quiesced(
-                    TransportErrorKind::Protocol,
-                    format!("process {} told nonsense of region {id}", self.pid),
-                ));
+        for row in rows {
+            let key = <[u8; 16]>::try_from(row.key.as_slice()).ok();
+            let end = row.place.checked_add(row.bytes);
+            let place = match self.way {
+                Way::Process => Some(Place::Address(row.place)),
+                Way::Mapping => state.pools.get(&row.pool).and_then(|pool| {
+                    pool.address(row.place, row.bytes).ok()?;
+                    Some(Place::Mapped {
+                        pool: pool.clone(),
+                        offset: row.place,
+                        len: row.bytes,
+                    })
+                }),
+            };
+            let (Some(key), Some(_), Some(place)) = (key, end, place) else {
+                return Err(self.nonsense(&format!("of region {}", row.id)));
             };
             // A number is given once, so what is known of it does not change.
-            state.regions.entry(id).or_insert(Known {
+            state.regions.entry(row.id).or_insert(Known {
                 key: RegionKey(key),
-                address,
-                len,
+                place,
+                len: row.bytes,
                 writers: 0,
                 is_forgotten: false,
             });
         }
+        // A pool is held by its regions, which may have gone meanwhile.
+        state.pools.retain(|_, pool| pool.is_shared());
         let mut decided = Vec::new();
         for batch in std::mem::take(&mut state.waiting) {
             if batch.table > number {
                 state.waiting.push_back(batch);
                 continue;
             }
-            let admitted = self.try_admit(&mut state, &batch.pairs);
+            let admitted = self.try_admit(&mut state, &batch.job);
             decided.push((batch, admitted));
         }
         drop(state);
         for (batch, admitted) in decided {
             match admitted {
-                Ok(Some(admitted)) => (self.begin)(admitted, batch.pairs, batch.status),
+                Ok(Some(admitted)) => (self.begin)(admitted, batch.job, batch.status),
                 Ok(None) => batch.status.fail(TransportError::quiesced(
                     TransportErrorKind::NotRegistered,
                     format!("process {} has no such region", self.pid),
@@ -382,6 +450,20 @@ impl Link {
         }
         Ok(())
     }
+}
+
+/// Reads the peer's secret in its memory, as proof that its memory can be reached.
+fn prove_reach(pid: i32, address: u64, secret: &[u8]) -> Result<(), TransportError> {
+    let mut seen = [0; 16];
+    let read = sys::read_from_process(pid, address, &mut seen)
+        .map_err(|error| explain("process_vm_readv from", pid, &error))?;
+    if read != seen.len() || *secret != seen {
+        return Err(TransportError::quiesced(
+            TransportErrorKind::Protocol,
+            format!("the memory of process {pid} does not hold what its socket says"),
+        ));
+    }
+    Ok(())
 }
 
 /// A Unix socket's connect waits while the listener's backlog is full, so it needs a timeout too.
@@ -400,8 +482,8 @@ fn connect_within(name: &str, timeout: Duration) -> io::Result<UnixStream> {
 }
 
 impl Known {
-    /// The address of a region, if it is what the descriptor says.
-    fn check(&self, remote: &RemoteRegion) -> Result<u64, TransportError> {
+    /// The place of a region, if it is what the descriptor says.
+    fn check(&self, remote: &RemoteRegion) -> Result<Place, TransportError> {
         let refused = |kind, what: String| Err(TransportError::quiesced(kind, what));
         let id = remote.id;
         let key_opt = remote.key_opt.as_ref();
@@ -426,7 +508,7 @@ impl Known {
                 ),
             );
         }
-        Ok(self.address)
+        Ok(self.place.clone())
     }
 }
 
@@ -434,7 +516,7 @@ impl Known {
 pub(crate) struct Admitted {
     link: Arc<Link>,
     regions: Vec<u32>,
-    addresses: Vec<u64>,
+    places: Vec<Place>,
 }
 
 impl Admitted {
@@ -442,9 +524,39 @@ impl Admitted {
         &self.link
     }
 
-    /// Where the remote region of each pair begins in the peer's memory.
-    pub(crate) fn addresses(&self) -> &[u64] {
-        &self.addresses
+    /// Where the remote region of a pair begins in the peer's address space.
+    pub(crate) fn address(&self, pair: usize) -> Option<u64> {
+        match self.places.get(pair) {
+            Some(Place::Address(address)) => Some(*address),
+            _ => None,
+        }
+    }
+
+    /// The address here of a range of the remote region of a pair, which must lie inside. Valid
+    /// while `self` lives.
+    pub(crate) fn mapped(
+        &self,
+        pair: usize,
+        offset: u64,
+        len: u64,
+    ) -> Result<*mut u8, TransportError> {
+        let outside = || {
+            TransportError::quiesced(
+                TransportErrorKind::OutOfBounds,
+                format!("{len} bytes at offset {offset} leave a mapped region"),
+            )
+        };
+        let Some(Place::Mapped {
+            pool,
+            offset: start,
+            len: region_len,
+        }) = self.places.get(pair)
+        else {
+            return Err(outside());
+        };
+        let end = offset.checked_add(len).filter(|end| end <= region_len);
+        let place = end.and_then(|_| start.checked_add(offset));
+        pool.address(place.ok_or_else(outside)?, len)
     }
 }
 

@@ -1,8 +1,9 @@
 //! The side whose memory is written: tells its regions, and waits until they are let go.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read};
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -11,10 +12,12 @@ use std::time::{Duration, Instant};
 use serde_bytes::ByteBuf;
 
 use crate::engine::EngineInner;
+use crate::memory::Memory;
 use crate::region::{Region, TAG_MAGIC};
 use crate::sys;
 use crate::transport::same_host::{
-    MAX_TO_OWNER_BYTES, TableRow, ToOwner, ToWriter, is_meant, receive, send,
+    MAX_DESCRIPTORS, MAX_TO_OWNER_BYTES, TableRow, ToOwner, ToWriter, Way, is_meant, receive, send,
+    send_with,
 };
 
 /// How long a peer may take to say hello.
@@ -74,7 +77,7 @@ fn welcome(stream: UnixStream, engine: &Weak<EngineInner>) -> io::Result<Arc<Con
     }
     stream.set_read_timeout(Some(HELLO_TIMEOUT))?;
     stream.set_write_timeout(Some(SEND_TIMEOUT))?;
-    let ToOwner::Hello(magic, instance) = receive(&stream, MAX_TO_OWNER_BYTES)? else {
+    let ToOwner::Hello(magic, instance, way) = receive(&stream, MAX_TO_OWNER_BYTES)? else {
         return Err(io::Error::other("it did not begin with a hello"));
     };
     let gone = || io::Error::other("the engine is gone");
@@ -85,6 +88,7 @@ fn welcome(stream: UnixStream, engine: &Weak<EngineInner>) -> io::Result<Arc<Con
     stream.set_read_timeout(None)?;
     let connection = Arc::new(Connection {
         stream,
+        way,
         sending: Mutex::new(()),
         told: Mutex::default(),
         released: Condvar::new(),
@@ -100,9 +104,10 @@ fn welcome(stream: UnixStream, engine: &Weak<EngineInner>) -> io::Result<Arc<Con
     Ok(connection)
 }
 
-/// A peer that may write into this process.
+/// A peer that may read and write this process's regions.
 pub(crate) struct Connection {
     stream: UnixStream,
+    way: Way,
     /// Held while a message is sent, and from the look at the regions to the sending of their
     /// table, so that a region is never forgotten before it was told.
     sending: Mutex<()>,
@@ -178,6 +183,7 @@ impl Connection {
         }
     }
 
+    /// Tells the regions that the peer was not told of, after the pools that they are in.
     fn tell(&self, number: u64, engine: &Weak<EngineInner>) -> io::Result<()> {
         let Some(engine) = engine.upgrade() else {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -185,21 +191,39 @@ impl Connection {
         let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
         let mut told = self.told();
         let mut rows = Vec::new();
+        let mut pools: BTreeMap<u64, Memory> = BTreeMap::new();
         for region in engine.regions() {
             let Ok(address) = region.address(0, 0) else {
                 continue;
             };
-            let key = ByteBuf::from(region.key().0);
-            rows.push(TableRow(
-                region.id(),
-                key,
-                address as u64,
-                region.len().get(),
-            ));
+            if told.regions.contains_key(&region.id()) {
+                continue;
+            }
+            let (pool, place) = match self.way {
+                Way::Process => (0, address as u64),
+                Way::Mapping => (region.memory().id(), region.offset()),
+            };
+            if self.way == Way::Mapping {
+                pools.insert(pool, region.memory().clone());
+            }
+            rows.push(TableRow {
+                id: region.id(),
+                key: ByteBuf::from(region.key().0),
+                bytes: region.len().get(),
+                pool,
+                place,
+            });
             told.regions.insert(region.id(), region);
         }
         drop(told);
         drop(engine);
+        let pools: Vec<(u64, Memory)> = pools.into_iter().collect();
+        for pools in pools.chunks(MAX_DESCRIPTORS) {
+            let names = pools.iter().map(|(id, pool)| (*id, pool.len().get()));
+            let descriptors: Vec<_> = pools.iter().map(|(_, pool)| pool.as_fd()).collect();
+            let message = ToWriter::Pools(names.collect());
+            send_with(&self.stream, &message, &descriptors)?;
+        }
         send(&self.stream, &ToWriter::Table(number, rows))
     }
 

@@ -1,4 +1,5 @@
-//! Between any two hosts: several streams to a peer, payload sent straight out of the pool.
+//! Between any two hosts: several streams to a peer, payload sent straight out of the pool
+//! and received straight into it.
 //!
 //! Each lane is a connection with a thread. A lane takes pieces from the session's queue, keeps a
 //! few of them unanswered, and blocks on the queue when there is nothing to do. When one lane
@@ -6,6 +7,7 @@
 //! the proof that writes have stopped, unless the peer's refusal says so.
 
 pub(crate) mod server;
+mod vectored;
 mod wire;
 
 use std::collections::VecDeque;
@@ -13,21 +15,24 @@ use std::io::{self, Read};
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::RegionKey;
-use crate::session::WritePair;
+use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::sys::{self, IoVec, io_vec};
-use crate::transport::queue::Taken;
-use crate::transport::tcp::wire::{ANSWER_BYTES, AnswerCode, Group, WELCOME_BYTES, WriteHeader};
+use crate::transport::queue::{PieceRange, Taken};
+use crate::transport::tcp::vectored::{receive_all, send_all};
+use crate::transport::tcp::wire::{ANSWER_BYTES, AnswerCode, Group, RequestHeader, WELCOME_BYTES};
 use crate::transport::{BatchQueue, Piece, Transport, TransportKind};
 
-/// Pieces that a lane sends before it waits for the oldest one's answer.
-const UNANSWERED_PIECES: usize = 4;
+/// Pieces that a lane has asked for before it waits for the oldest one's answer.
+const UNANSWERED_PIECES: usize = 64;
+/// Their bytes, all but the last piece's.
+const UNANSWERED_BYTES: u64 = 1 << 20;
 /// A silent connection is probed after this time.
 const PROBE_AFTER_IDLE: Duration = Duration::from_secs(30);
 /// Time between two probes that got no answer.
@@ -91,7 +96,11 @@ impl Tcp {
                 stream: Arc::clone(stream),
                 shared: Arc::clone(&session.shared),
                 unanswered: VecDeque::new(),
+                unanswered_bytes: 0,
                 next: 0,
+                stall_timeout: options.stall_timeout,
+                header: Vec::new(),
+                vectors: Vectors::default(),
             };
             std::thread::Builder::new()
                 .name("ferry-send".to_owned())
@@ -161,14 +170,14 @@ impl Transport for Tcp {
         TransportKind::Tcp
     }
 
-    fn submit(&self, pairs: Vec<WritePair>, status: Arc<Status>) {
-        if pairs.iter().any(|pair| pair.remote.key_opt.is_none()) {
+    fn submit(&self, job: Job, status: Arc<Status>) {
+        if job.pairs.iter().any(|pair| pair.remote.key_opt.is_none()) {
             return status.fail(TransportError::quiesced(
                 TransportErrorKind::BadKey,
                 "tcp needs the key of each remote region, and a descriptor holds none",
             ));
         }
-        self.shared.queue.push(pairs, status, ());
+        self.shared.queue.push(job, status, ());
     }
 
     fn is_alive(&self) -> bool {
@@ -198,21 +207,36 @@ impl Drop for Tcp {
 struct Unanswered {
     id: u64,
     status: Arc<Status>,
-    /// Keeps the source regions until the peer has everything.
-    _pairs: Arc<[WritePair]>,
+    /// Keeps the local regions until the peer has everything, or this side has.
+    job: Arc<Job>,
+    bytes: u64,
+    /// Of a read: where its payload goes.
+    ranges: Vec<PieceRange>,
 }
 
 struct Lane {
     stream: Arc<TcpStream>,
     shared: Arc<Shared>,
     unanswered: VecDeque<Unanswered>,
+    unanswered_bytes: u64,
     next: u64,
+    stall_timeout: Duration,
+    // Reused from piece to piece.
+    header: Vec<u8>,
+    vectors: Vectors,
 }
+
+/// Addresses for one call. They are only valid during the call that they were made for.
+#[derive(Default)]
+struct Vectors(Vec<IoVec>);
+
+// SAFETY: the addresses are never dereferenced except by the call that they were just made for, on
+// the same thread; between calls they are numbers in a buffer that is kept for its capacity.
+unsafe impl Send for Vectors {}
 
 impl Lane {
     fn run(mut self) {
         let mut piece = Piece::default();
-        let mut header = Vec::new();
         loop {
             // With answers owed, an empty queue is left at once to read them.
             let timeout = if self.unanswered.is_empty() {
@@ -224,23 +248,10 @@ impl Lane {
                 Taken::Closed => break,
                 Taken::Nothing => self.read_answer(),
                 Taken::Piece {
-                    pairs,
+                    job,
                     status,
                     work: (),
-                } => {
-                    let id = self.next;
-                    self.next += 1;
-                    // Owed from here on, whatever happens while it is sent.
-                    self.unanswered.push_back(Unanswered {
-                        id,
-                        status,
-                        _pairs: Arc::clone(&pairs),
-                    });
-                    match self.send_piece(id, &pairs, &piece, &mut header) {
-                        Ok(()) if self.unanswered.len() >= UNANSWERED_PIECES => self.read_answer(),
-                        other => other,
-                    }
-                }
+                } => self.ask(job, status, &piece),
             };
             if let Err(error) = outcome {
                 let what = format!("tcp to {}", self.shared.peer);
@@ -251,107 +262,95 @@ impl Lane {
         }
     }
 
-    fn send_piece(
-        &self,
-        id: u64,
-        pairs: &[WritePair],
-        piece: &Piece,
-        header: &mut Vec<u8>,
-    ) -> io::Result<()> {
-        let mut vectors: Vec<IoVec> = Vec::with_capacity(piece.ranges.len() + 1);
-        vectors.push(io_vec(0, 0));
-        let mut groups: Vec<Group> = Vec::new();
-        let mut last_pair = None;
-        for range in &piece.ranges {
-            let Some(pair) = pairs.get(range.pair) else {
-                continue;
-            };
-            let address = pair
-                .local
-                .address(range.src, range.len)
-                .map_err(io::Error::other)?;
-            vectors.push(io_vec(address as u64, range.len));
-            match groups.last_mut().filter(|_| last_pair == Some(range.pair)) {
-                Some(group) => group.ranges += 1,
-                None => {
-                    // `submit` refused pairs without a key.
-                    let key = pair.remote.key_opt.unwrap_or(RegionKey([0; 16]));
-                    groups.push(Group {
-                        region: pair.remote.id,
-                        key,
-                        ranges: 1,
-                    });
-                    last_pair = Some(range.pair);
-                }
-            }
-        }
-        header.clear();
-        let fixed = WriteHeader {
-            piece: id,
-            groups: groups.len() as u32,
-            ranges: piece.ranges.len() as u32,
-            payload: piece.bytes,
-        };
-        fixed.put(header);
-        groups.iter().for_each(|group| group.put(header));
-        piece
-            .ranges
-            .iter()
-            .for_each(|range| wire::put_range(header, range.dst, range.len));
-        if let Some(first) = vectors.first_mut() {
-            *first = io_vec(header.as_ptr() as u64, header.len() as u64);
-        }
-        self.send_all(&mut vectors)
-    }
-
-    fn send_all(&self, vectors: &mut [IoVec]) -> io::Result<()> {
-        let mut first = 0;
-        while let Some(rest) = vectors.get_mut(first..) {
-            if rest.is_empty() {
-                break;
-            }
-            // SAFETY: the first range is the caller's header buffer; the others were made from
-            // checked addresses of regions that the caller's pairs keep mapped.
-            let sent = unsafe { sys::send_vectored(self.stream.as_fd(), rest) };
-            let mut sent = match sent {
-                Ok(sent) => sent,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(error),
-            };
-            for vector in rest {
-                let step = sent.min(vector.iov_len);
-                vector.iov_base = vector.iov_base.wrapping_byte_add(step);
-                vector.iov_len -= step;
-                sent -= step;
-                if vector.iov_len > 0 {
-                    break;
-                }
-                first += 1;
-            }
+    /// Sends a piece, and waits for answers if too many are owed.
+    fn ask(&mut self, job: Arc<Job>, status: Arc<Status>, piece: &Piece) -> io::Result<()> {
+        let id = self.next;
+        self.next += 1;
+        self.unanswered_bytes += piece.bytes;
+        // Owed from here on, whatever happens while it is sent.
+        self.unanswered.push_back(Unanswered {
+            id,
+            status,
+            job: Arc::clone(&job),
+            bytes: piece.bytes,
+            ranges: match job.direction {
+                Direction::Write => Vec::new(),
+                Direction::Read => piece.ranges.clone(),
+            },
+        });
+        self.send_piece(id, &job, piece)?;
+        while self.unanswered.len() > UNANSWERED_PIECES || self.unanswered_bytes > UNANSWERED_BYTES
+        {
+            self.read_answer()?;
         }
         Ok(())
     }
 
-    /// Reads the oldest piece's answer.
+    fn send_piece(&mut self, id: u64, job: &Job, piece: &Piece) -> io::Result<()> {
+        let is_write = job.direction == Direction::Write;
+        let groups = piece
+            .ranges
+            .chunk_by(|one, next| one.pair == next.pair)
+            .filter_map(|ranges| Some((job.pairs.get(ranges.first()?.pair)?, ranges)));
+        let header = &mut self.header;
+        header.clear();
+        let fixed = RequestHeader {
+            direction: job.direction,
+            piece: id,
+            groups: groups.clone().count() as u32,
+            ranges: piece.ranges.len() as u32,
+            payload: piece.bytes,
+        };
+        fixed.put(header);
+        for (pair, ranges) in groups.clone() {
+            let group = Group {
+                region: pair.remote.id,
+                // `submit` refused pairs without a key.
+                key: pair.remote.key_opt.unwrap_or(RegionKey([0; 16])),
+                ranges: ranges.len() as u32,
+            };
+            group.put(header);
+        }
+        for range in &piece.ranges {
+            let offset = if is_write { range.dst } else { range.src };
+            wire::put_range(header, offset, range.len);
+        }
+        let vectors = &mut self.vectors.0;
+        vectors.clear();
+        vectors.push(io_vec(header.as_ptr() as u64, header.len() as u64));
+        if is_write {
+            for (pair, ranges) in groups {
+                for range in ranges {
+                    let address = pair.local.address(range.src, range.len);
+                    let address = address.map_err(io::Error::other)?;
+                    vectors.push(io_vec(address as u64, range.len));
+                }
+            }
+        }
+        // SAFETY: the first range is the header; the others were just made from checked addresses
+        // of regions that the job keeps mapped.
+        unsafe { send_all(&self.stream, vectors) }
+    }
+
+    /// Reads the oldest piece's answer, and a read's payload.
     fn read_answer(&mut self) -> io::Result<()> {
         let mut fixed = [0; ANSWER_BYTES];
         (&*self.stream).read_exact(&mut fixed)?;
         let (id, code, text_len) = wire::parse_answer(&fixed)?;
         let mut text = vec![0; text_len];
         (&*self.stream).read_exact(&mut text)?;
-        let Some(oldest) = self.unanswered.pop_front() else {
+        let Some(oldest) = self.unanswered.front() else {
             return Err(io::Error::other("an answer that nothing asked for"));
         };
-        let unexpected = oldest.id != id;
+        if oldest.id != id {
+            return Err(io::Error::other("answers came out of order"));
+        }
         let text = String::from_utf8_lossy(&text);
         let refused = |kind| {
-            let message = format!("{} refused a write: {text}", self.shared.peer);
+            let message = format!("{} refused a request: {text}", self.shared.peer);
             Err(TransportError::quiesced(kind, message))
         };
-        oldest.status.piece_done(match code {
-            _ if unexpected => {
-                refused(TransportErrorKind::Protocol).map_err(TransportError::without_proof)
-            }
+        let result = match code {
             AnswerCode::Done => Ok(()),
             AnswerCode::NotRegistered => refused(TransportErrorKind::NotRegistered),
             AnswerCode::BadKey => refused(TransportErrorKind::BadKey),
@@ -359,12 +358,31 @@ impl Lane {
             AnswerCode::Unknown(_) => {
                 refused(TransportErrorKind::Protocol).map_err(TransportError::without_proof)
             }
-        });
-        if unexpected {
-            Err(io::Error::other("answers came out of order"))
-        } else {
-            Ok(())
+        };
+        if result.is_ok() && oldest.job.direction == Direction::Read {
+            let vectors = &mut self.vectors.0;
+            vectors.clear();
+            for range in &oldest.ranges {
+                let Some(pair) = oldest.job.pairs.get(range.pair) else {
+                    continue;
+                };
+                let address = pair.local.address(range.dst, range.len);
+                vectors.push(io_vec(address.map_err(io::Error::other)? as u64, range.len));
+            }
+            let deadline = Instant::now() + self.stall_timeout;
+            // SAFETY: the ranges were just made from checked addresses of regions that the job
+            // keeps mapped; no reference to pool memory is ever made.
+            unsafe { receive_all(&self.stream, vectors, deadline)? };
         }
+        let Some(oldest) = self.unanswered.pop_front() else {
+            return Ok(());
+        };
+        self.unanswered_bytes -= oldest.bytes;
+        let Unanswered { status, job, .. } = oldest;
+        // What the batch holds is let go before anybody who waits for its end goes on.
+        drop(job);
+        status.piece_done(result);
+        Ok(())
     }
 }
 

@@ -1,18 +1,20 @@
-//! The receiving side: checks a piece's header, then reads its payload straight into the regions.
+//! The side whose memory it is: checks a piece's header, then reads its payload straight into the
+//! regions, or sends it straight out of them.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::engine::EngineInner;
-use crate::region::WriteGuard;
-use crate::sys::{self, IoVec, MAX_VECTORS, io_vec};
+use crate::region::RegionGuard;
+use crate::session::Direction;
+use crate::sys::{self, IoVec, io_vec};
 use crate::transport::tcp::notice_dead_hosts;
+use crate::transport::tcp::vectored::{receive_all, send_all};
 use crate::transport::tcp::wire::{
-    self, AnswerCode, GROUP_BYTES, Group, HELLO_BYTES, RANGE_BYTES, WRITE_BYTES, WriteHeader,
+    self, AnswerCode, GROUP_BYTES, Group, HELLO_BYTES, RANGE_BYTES, REQUEST_BYTES, RequestHeader,
 };
 
 /// Connections of one engine at most; a peer needs a few.
@@ -81,155 +83,201 @@ fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::
     owner.adopt_tcp(stream)?;
     drop(owner);
     (&**stream).write_all(&wire::welcome())?;
-    let mut receiver = Receiver {
-        stream,
-        header: Vec::new(),
-        sink: Vec::new(),
-    };
+    stream.set_read_timeout(Some(STALL_TIMEOUT))?;
+    let mut receiver = Receiver::new(stream);
     while receiver.wait_for_piece()? {
         let Some(owner) = engine.upgrade() else {
             return Ok(());
         };
-        receiver.receive_piece(&owner)?;
+        receiver.serve_piece(&owner)?;
     }
     Ok(())
 }
 
-/// The ranges of a piece, each with the region that it lies in.
-struct Destination {
-    guards: Vec<WriteGuard>,
-    ranges: Vec<(usize, u64, u64)>,
+/// Bytes that are read ahead of a header: with the header, all of a small write. What they hold of
+/// a large payload is copied once more, so they are few.
+const READ_AHEAD_BYTES: usize = 4608;
+
+/// The regions of a piece, and its ranges in them.
+struct Target {
+    guards: Vec<RegionGuard>,
+    vectors: Vec<IoVec>,
 }
 
 struct Receiver<'a> {
     stream: &'a TcpStream,
-    header: Vec<u8>,
-    sink: Vec<u8>,
+    /// What was read and not used: `buffer[start..end]`.
+    buffer: Vec<u8>,
+    start: usize,
+    end: usize,
 }
 
-impl Receiver<'_> {
+impl<'a> Receiver<'a> {
+    fn new(stream: &'a TcpStream) -> Self {
+        Self {
+            stream,
+            buffer: vec![0; READ_AHEAD_BYTES],
+            start: 0,
+            end: 0,
+        }
+    }
+
     /// Waits, for as long as it takes, for the first byte of a piece. False at the end.
-    fn wait_for_piece(&self) -> io::Result<bool> {
-        self.stream.set_read_timeout(None)?;
-        let arrived = loop {
-            match self.stream.peek(&mut [0]) {
-                Ok(bytes) => break bytes > 0,
+    fn wait_for_piece(&mut self) -> io::Result<bool> {
+        while self.start == self.end {
+            (self.start, self.end) = (0, 0);
+            match self.stream.read(&mut self.buffer) {
+                Ok(0) => return Ok(false),
+                Ok(bytes) => self.end = bytes,
+                // A peer may be silent between pieces.
+                Err(error) if is_timeout(&error) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
-        };
-        self.stream.set_read_timeout(Some(STALL_TIMEOUT))?;
-        Ok(arrived)
+        }
+        Ok(true)
     }
 
-    fn receive_piece(&mut self, engine: &EngineInner) -> io::Result<()> {
-        let mut fixed = [0; WRITE_BYTES];
-        self.stream.read_exact(&mut fixed)?;
-        let header = WriteHeader::parse(&fixed)?;
-        let tail = header.groups as usize * GROUP_BYTES + header.ranges as usize * RANGE_BYTES;
-        self.header.resize(tail, 0);
-        self.stream.read_exact(&mut self.header)?;
-        let answer = match self.check(engine, &header)? {
-            Ok(destination) => {
-                self.receive_payload(&destination)?;
-                wire::answer(header.piece, AnswerCode::Done, "")
+    /// Takes the next bytes, reading more if they are not here yet.
+    fn take(&mut self, bytes: usize) -> io::Result<&[u8]> {
+        if self.end - self.start < bytes {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+            if self.buffer.len() < bytes {
+                self.buffer.resize(bytes, 0);
             }
-            Err((code, text)) => {
-                tracing::warn!(reason = text, "a write was refused");
-                self.discard(header.payload)?;
-                wire::answer(header.piece, code, &text)
-            }
-        };
-        self.stream.write_all(&answer)
-    }
-
-    /// The outer error ends the connection: the header does not even agree with itself. The inner
-    /// one refuses the piece.
-    fn check(
-        &self,
-        engine: &EngineInner,
-        header: &WriteHeader,
-    ) -> io::Result<Result<Destination, (AnswerCode, String)>> {
-        let disagrees =
-            || io::Error::new(io::ErrorKind::InvalidData, "a piece's counts do not add up");
-        let groups_len = header.groups as usize * GROUP_BYTES;
-        let (groups, ranges) = self
-            .header
-            .split_at_checked(groups_len)
-            .ok_or_else(disagrees)?;
-        let (groups, _) = groups.as_chunks::<GROUP_BYTES>();
-        let (ranges, _) = ranges.as_chunks::<RANGE_BYTES>();
-        let mut ranges = ranges.iter();
-        let mut destination = Destination {
-            guards: Vec::new(),
-            ranges: Vec::new(),
-        };
-        let mut refused = None;
-        let mut payload = 0u64;
-        for group in groups {
-            let group = Group::parse(group)?;
-            let guard = enter(engine, &group);
-            for _ in 0..group.ranges {
-                let (offset, len) = wire::parse_range(ranges.next().ok_or_else(disagrees)?)?;
-                payload = payload.checked_add(len).ok_or_else(disagrees)?;
-                match &guard {
-                    Ok(guard) => match guard.region().address(offset, len) {
-                        Ok(_) => destination
-                            .ranges
-                            .push((destination.guards.len(), offset, len)),
-                        Err(error) => {
-                            refused.get_or_insert((AnswerCode::OutOfBounds, error.to_string()));
-                        }
-                    },
-                    Err(reason) => {
-                        refused.get_or_insert(reason.clone());
-                    }
+            while self.end < bytes {
+                let room = self.buffer.get_mut(self.end..).unwrap_or_default();
+                match self.stream.read(room) {
+                    Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                    Ok(read) => self.end += read,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
                 }
             }
-            destination.guards.extend(guard);
         }
-        if ranges.next().is_some() || payload != header.payload {
-            return Err(disagrees());
-        }
-        Ok(refused.map_or(Ok(destination), Err))
+        let taken = self.start..self.start + bytes;
+        self.start += bytes;
+        Ok(self.buffer.get(taken).unwrap_or_default())
     }
 
-    fn receive_payload(&mut self, destination: &Destination) -> io::Result<()> {
-        let deadline = Instant::now() + PAYLOAD_TIMEOUT;
-        for ranges in destination.ranges.chunks(MAX_VECTORS) {
-            let mut vectors: Vec<IoVec> = Vec::with_capacity(ranges.len());
-            for (guard, offset, len) in ranges {
-                let Some(guard) = destination.guards.get(*guard) else {
-                    continue;
-                };
-                let address = guard
-                    .region()
-                    .address(*offset, *len)
-                    .map_err(io::Error::other)?;
-                vectors.push(io_vec(address as u64, *len));
+    fn serve_piece(&mut self, engine: &EngineInner) -> io::Result<()> {
+        let fixed = self.take(REQUEST_BYTES)?.first_chunk().copied();
+        let header = RequestHeader::parse(&fixed.ok_or(io::ErrorKind::UnexpectedEof)?)?;
+        let groups = header.groups as usize * GROUP_BYTES;
+        let tail = self.take(groups + header.ranges as usize * RANGE_BYTES)?;
+        let answer = |code, text: &str| wire::answer(header.piece, code, text);
+        match check(engine, &header, tail.split_at(groups))? {
+            Ok(mut target) => match header.direction {
+                Direction::Write => {
+                    self.receive_payload(&mut target)?;
+                    self.stream.write_all(&answer(AnswerCode::Done, ""))
+                }
+                Direction::Read => self.send_payload(&answer(AnswerCode::Done, ""), &mut target),
+            },
+            Err((code, text)) => {
+                tracing::warn!(reason = text, "a request was refused");
+                if header.direction == Direction::Write {
+                    self.discard(header.payload)?;
+                }
+                self.stream.write_all(&answer(code, &text))
             }
-            receive_all(self.stream, &mut vectors, deadline)?;
         }
-        Ok(())
+    }
+
+    fn receive_payload(&mut self, target: &mut Target) -> io::Result<()> {
+        let deadline = Instant::now() + PAYLOAD_TIMEOUT;
+        let ahead = self.buffer.get(self.start..self.end).unwrap_or_default();
+        let mut rest = ahead;
+        for vector in &target.vectors {
+            let step = rest.len().min(vector.iov_len);
+            let (now, later) = rest.split_at(step);
+            // SAFETY: the range was made from a checked address of a region whose guard `target`
+            // holds; no reference to pool memory is ever made, so `now` cannot overlap it.
+            unsafe { sys::copy(now.as_ptr(), vector.iov_base.cast(), step) };
+            rest = later;
+            if rest.is_empty() {
+                break;
+            }
+        }
+        let copied = ahead.len() - rest.len();
+        self.start += copied;
+        let left = sys::advance(&mut target.vectors, copied);
+        // SAFETY: as above.
+        unsafe { receive_all(self.stream, left, deadline) }
+    }
+
+    fn send_payload(&mut self, answer: &[u8], target: &mut Target) -> io::Result<()> {
+        let mut vectors = Vec::with_capacity(target.vectors.len() + 1);
+        vectors.push(io_vec(answer.as_ptr() as u64, answer.len() as u64));
+        vectors.append(&mut target.vectors);
+        // SAFETY: the first range is `answer`; the others were made from checked addresses of
+        // regions whose guards `target` holds.
+        unsafe { send_all(self.stream, &mut vectors) }
     }
 
     fn discard(&mut self, mut bytes: u64) -> io::Result<()> {
-        self.sink.resize(64 << 10, 0);
         while bytes > 0 {
-            let step = usize::try_from(bytes)
-                .unwrap_or(usize::MAX)
-                .min(self.sink.len());
-            let Some(sink) = self.sink.get_mut(..step) else {
-                break;
-            };
-            self.stream.read_exact(sink)?;
-            bytes -= step as u64;
+            let step = bytes.min(READ_AHEAD_BYTES as u64);
+            // At most the length of the buffer.
+            self.take(step as usize)?;
+            bytes -= step;
         }
         Ok(())
     }
 }
 
-fn enter(engine: &EngineInner, group: &Group) -> Result<WriteGuard, (AnswerCode, String)> {
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+    )
+}
+
+/// The outer error ends the connection: the header does not even agree with itself. The inner one
+/// refuses the piece.
+fn check(
+    engine: &EngineInner,
+    header: &RequestHeader,
+    (groups, ranges): (&[u8], &[u8]),
+) -> io::Result<Result<Target, (AnswerCode, String)>> {
+    let disagrees = || io::Error::new(io::ErrorKind::InvalidData, "a piece's counts do not add up");
+    let (groups, _) = groups.as_chunks::<GROUP_BYTES>();
+    let (ranges, _) = ranges.as_chunks::<RANGE_BYTES>();
+    let mut target = Target {
+        guards: Vec::with_capacity(groups.len()),
+        vectors: Vec::with_capacity(ranges.len()),
+    };
+    let mut ranges = ranges.iter();
+    let mut refused = None;
+    let mut payload = 0u64;
+    for group in groups {
+        let group = Group::parse(group)?;
+        let guard = enter(engine, &group);
+        for _ in 0..group.ranges {
+            let (offset, len) = wire::parse_range(ranges.next().ok_or_else(disagrees)?)?;
+            payload = payload.checked_add(len).ok_or_else(disagrees)?;
+            match &guard {
+                Ok(guard) => match guard.region().address(offset, len) {
+                    Ok(address) => target.vectors.push(io_vec(address as u64, len)),
+                    Err(error) => {
+                        refused.get_or_insert((AnswerCode::OutOfBounds, error.to_string()));
+                    }
+                },
+                Err(reason) => {
+                    refused.get_or_insert(reason.clone());
+                }
+            }
+        }
+        target.guards.extend(guard);
+    }
+    if ranges.next().is_some() || payload != header.payload {
+        return Err(disagrees());
+    }
+    Ok(refused.map_or(Ok(target), Err))
+}
+
+fn enter(engine: &EngineInner, group: &Group) -> Result<RegionGuard, (AnswerCode, String)> {
     let region = engine.region(group.region).ok_or_else(|| {
         (
             AnswerCode::NotRegistered,
@@ -243,38 +291,6 @@ fn enter(engine: &EngineInner, group: &Group) -> Result<WriteGuard, (AnswerCode,
         ));
     }
     region
-        .begin_write()
+        .enter()
         .map_err(|error| (AnswerCode::NotRegistered, error.to_string()))
-}
-
-fn receive_all(stream: &TcpStream, vectors: &mut [IoVec], deadline: Instant) -> io::Result<()> {
-    let mut first = 0;
-    while let Some(rest) = vectors.get_mut(first..) {
-        if rest.is_empty() {
-            break;
-        }
-        if Instant::now() > deadline {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        // SAFETY: the addresses were checked against regions whose guards the caller holds, which
-        // keep the memory mapped; no reference to pool memory is ever made.
-        let received = unsafe { sys::receive_vectored(stream.as_fd(), rest) };
-        let mut received = match received {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(received) => received,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(error),
-        };
-        for vector in rest {
-            let step = received.min(vector.iov_len);
-            vector.iov_base = vector.iov_base.wrapping_byte_add(step);
-            vector.iov_len -= step;
-            received -= step;
-            if vector.iov_len > 0 {
-                break;
-            }
-            first += 1;
-        }
-    }
-    Ok(())
 }

@@ -3,19 +3,21 @@
 //! ```text
 //! hello    "FRYT" | u16 version | 16 bytes: instance of the engine that is meant
 //! welcome  "FRYT" | u16 version
-//! write    u8 1 | u64 piece | u32 groups | u32 ranges | u64 payload bytes
+//! request  u8 1: write, 2: read | u64 piece | u32 groups | u32 ranges | u64 payload bytes
 //!          then for each group: u32 region | 16 bytes key | u32 ranges of it
 //!          then for each range: u64 offset | u64 bytes
-//!          then the payload, range after range
+//!          then, of a write, the payload, range after range
 //! answer   u64 piece | u8 code | u16 length | text
+//!          then, of a read that was done, the payload, range after range
 //! ```
 //! The receiver checks the whole header (regions, keys, bounds, and that the sums agree) before it
 //! reads a byte of payload into memory. It answers each piece once the payload is in place, in
-//! order. A piece that is refused has its payload read and thrown away, so the stream goes on.
+//! order. A write that is refused has its payload read and thrown away, so the stream goes on.
 
 use std::io;
 
 use crate::region::RegionKey;
+use crate::session::Direction;
 
 /// First bytes of a connection, in both directions.
 pub(crate) const MAGIC: [u8; 4] = *b"FRYT";
@@ -25,8 +27,8 @@ pub(crate) const VERSION: u16 = 1;
 pub(crate) const HELLO_BYTES: usize = 22;
 /// Bytes of a welcome.
 pub(crate) const WELCOME_BYTES: usize = 6;
-/// Bytes of the fixed part of a write.
-pub(crate) const WRITE_BYTES: usize = 25;
+/// Bytes of the fixed part of a request.
+pub(crate) const REQUEST_BYTES: usize = 25;
 /// Bytes of one group.
 pub(crate) const GROUP_BYTES: usize = 24;
 /// Bytes of one range.
@@ -39,6 +41,7 @@ pub(crate) const MAX_RANGES: u32 = 4096;
 pub(crate) const MAX_PAYLOAD: u64 = 64 << 20;
 
 const TYPE_WRITE: u8 = 1;
+const TYPE_READ: u8 = 2;
 
 /// What became of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,9 +75,10 @@ impl AnswerCode {
     }
 }
 
-/// The fixed part of a write.
+/// The fixed part of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WriteHeader {
+pub(crate) struct RequestHeader {
+    pub direction: Direction,
     pub piece: u64,
     pub groups: u32,
     pub ranges: u32,
@@ -138,9 +142,12 @@ pub(crate) fn check_welcome(bytes: &[u8; WELCOME_BYTES]) -> io::Result<()> {
     Ok(())
 }
 
-impl WriteHeader {
+impl RequestHeader {
     pub(crate) fn put(&self, bytes: &mut Vec<u8>) {
-        bytes.push(TYPE_WRITE);
+        bytes.push(match self.direction {
+            Direction::Write => TYPE_WRITE,
+            Direction::Read => TYPE_READ,
+        });
         bytes.extend(self.piece.to_le_bytes());
         bytes.extend(self.groups.to_le_bytes());
         bytes.extend(self.ranges.to_le_bytes());
@@ -148,13 +155,16 @@ impl WriteHeader {
     }
 
     /// Reads and bounds the counts, so that memory can be taken for what follows.
-    pub(crate) fn parse(bytes: &[u8; WRITE_BYTES]) -> io::Result<Self> {
+    pub(crate) fn parse(bytes: &[u8; REQUEST_BYTES]) -> io::Result<Self> {
         let mut fields = Fields(bytes);
         let [kind] = fields.take::<1>()?;
-        if kind != TYPE_WRITE {
-            return Err(invalid(format!("message type {kind} is unknown")));
-        }
+        let direction = match kind {
+            TYPE_WRITE => Direction::Write,
+            TYPE_READ => Direction::Read,
+            _ => return Err(invalid(format!("message type {kind} is unknown"))),
+        };
         let header = Self {
+            direction,
             piece: u64::from_le_bytes(fields.take()?),
             groups: u32::from_le_bytes(fields.take()?),
             ranges: u32::from_le_bytes(fields.take()?),
@@ -232,7 +242,8 @@ mod tests {
     #[test]
     fn the_framing_is_what_the_documentation_says() {
         let mut bytes = Vec::new();
-        let header = WriteHeader {
+        let header = RequestHeader {
+            direction: Direction::Write,
             piece: 0x0102_0304_0506_0708,
             groups: 1,
             ranges: 2,
@@ -243,7 +254,11 @@ mod tests {
             1, 8, 7, 6, 5, 4, 3, 2, 1, 1, 0, 0, 0, 2, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0,
         ];
         assert_eq!(bytes, expected);
-        assert_eq!(WriteHeader::parse(&expected).unwrap(), header);
+        assert_eq!(RequestHeader::parse(&expected).unwrap(), header);
+        let mut read = expected;
+        read[0] = 2;
+        let parsed = RequestHeader::parse(&read).unwrap();
+        assert_eq!(parsed.direction, Direction::Read);
         assert_eq!(hello(&[9; 16])[..7], *b"FRYT\x01\x00\x09");
         assert_eq!(
             answer(1, AnswerCode::BadKey, "no"),
@@ -253,35 +268,36 @@ mod tests {
 
     #[test]
     fn headers_beyond_the_limits_are_refused() {
-        let good = WriteHeader {
+        let good = RequestHeader {
+            direction: Direction::Write,
             piece: 0,
             groups: MAX_RANGES,
             ranges: MAX_RANGES,
             payload: MAX_PAYLOAD,
         };
-        let parse = |header: WriteHeader| {
+        let parse = |header: RequestHeader| {
             let mut bytes = Vec::new();
             header.put(&mut bytes);
-            WriteHeader::parse(bytes.first_chunk().unwrap())
+            RequestHeader::parse(bytes.first_chunk().unwrap())
         };
         assert!(parse(good).is_ok());
         for bad in [
-            WriteHeader {
+            RequestHeader {
                 groups: MAX_RANGES + 1,
                 ..good
             },
-            WriteHeader {
+            RequestHeader {
                 ranges: MAX_RANGES + 1,
                 ..good
             },
-            WriteHeader {
+            RequestHeader {
                 payload: MAX_PAYLOAD + 1,
                 ..good
             },
         ] {
             assert!(parse(bad).is_err(), "{bad:?}");
         }
-        assert!(WriteHeader::parse(&[2; WRITE_BYTES]).is_err(), "type");
+        assert!(RequestHeader::parse(&[3; REQUEST_BYTES]).is_err(), "type");
     }
 
     #[test]

@@ -1,0 +1,88 @@
+//! Copies done by this process: the work of an engine's copying workers, for every transport that
+//! reaches the peer's memory without the peer's help.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use crate::error::{TransportError, TransportErrorKind};
+use crate::session::{Direction, Job};
+use crate::status::Status;
+use crate::sys;
+use crate::transport::queue::Taken;
+use crate::transport::{BatchQueue, Piece};
+
+/// A batch of at most so many bytes is copied where it is submitted: some 4 us, less than it takes
+/// to wake a worker and to be woken by it.
+const HERE_BYTES: u64 = 16 << 10;
+/// And of at most so many ranges.
+const HERE_RANGES: u64 = 16;
+
+/// How one batch reaches the peer's memory; holds what keeps that memory valid.
+pub(crate) trait CopyWork: Send + Sync {
+    fn copy(&self, job: &Job, piece: &Piece) -> Result<(), TransportError>;
+}
+
+/// The queue of an engine's copying workers.
+pub(crate) type CopyQueue = BatchQueue<Arc<dyn CopyWork>>;
+
+/// Hands a batch to the workers, or copies it at once if it is very small.
+pub(crate) fn submit(queue: &CopyQueue, work: Arc<dyn CopyWork>, job: Job, status: Arc<Status>) {
+    let (bytes, ranges) = job.totals();
+    if bytes <= HERE_BYTES && ranges <= HERE_RANGES {
+        queue.run_here(job, &status, work, |work, job, piece| work.copy(job, piece));
+    } else {
+        queue.push(job, status, work);
+    }
+}
+
+/// A worker; ends when the queue is closed.
+pub(crate) fn run(queue: &CopyQueue) {
+    let mut piece = Piece::default();
+    while let Taken::Piece { job, status, work } = queue.take(&mut piece, None) {
+        // A panic is a fault of ours, but it must fail its batch, not hang it.
+        let copied = catch_unwind(AssertUnwindSafe(|| work.copy(&job, &piece)));
+        // What the batch holds is let go before anybody who waits for its end goes on.
+        drop((work, job));
+        status.piece_done(copied.unwrap_or_else(|_| {
+            Err(TransportError::unproved(
+                TransportErrorKind::Io,
+                "a copying worker panicked",
+            ))
+        }));
+    }
+}
+
+/// Copies a piece between mapped memory. `remote` gives the address of a range of the remote region
+/// of the pair at a place, checked against that region, which the caller keeps mapped.
+pub(crate) fn copy_mapped(
+    job: &Job,
+    piece: &Piece,
+    remote: impl Fn(usize, u64, u64) -> Result<*mut u8, TransportError>,
+) -> Result<(), TransportError> {
+    for range in &piece.ranges {
+        let Some(pair) = job.pairs.get(range.pair) else {
+            continue;
+        };
+        let (src, dst) = match job.direction {
+            Direction::Write => (
+                pair.local.address(range.src, range.len)?,
+                remote(range.pair, range.dst, range.len)?,
+            ),
+            Direction::Read => (
+                remote(range.pair, range.src, range.len)?,
+                pair.local.address(range.dst, range.len)?,
+            ),
+        };
+        let overlaps = src.addr().abs_diff(dst.addr()) < range.len as usize;
+        if overlaps {
+            return Err(TransportError::quiesced(
+                TransportErrorKind::OutOfBounds,
+                "source and destination of a batch overlap",
+            ));
+        }
+        // SAFETY: both ranges were just checked against their regions, whose memory the job's
+        // guards and the caller keep mapped, and they do not overlap.
+        unsafe { sys::copy(src, dst, range.len as usize) };
+    }
+    Ok(())
+}
