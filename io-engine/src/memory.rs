@@ -15,6 +15,9 @@ use crate::sys::{self, Mapping};
 /// Seals that keep a mapping from ever faulting: the file can neither shrink nor grow.
 const NEEDED_SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
 
+/// Seals that keep a pool from being of any use.
+const REFUSED_SEALS: i32 = libc::F_SEAL_WRITE | libc::F_SEAL_FUTURE_WRITE;
+
 /// A pool of bytes backed by a memfd and mapped into this process. Clones share the mapping, which
 /// stays for as long as any clone, region or batch in flight holds it.
 #[derive(Clone, Debug)]
@@ -72,6 +75,11 @@ impl Memory {
                 &error,
             )
         })?;
+        if seals & REFUSED_SEALS != 0 {
+            return Err(refused(
+                "a pool must not be sealed against writing: peers write into it".to_owned(),
+            ));
+        }
         if seals & NEEDED_SEALS != NEEDED_SEALS {
             sys::add_seals(fd.as_fd(), NEEDED_SEALS).map_err(|error| {
                 failed(
