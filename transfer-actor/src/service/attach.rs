@@ -1,9 +1,9 @@
 //! The attach socket: one connection for each rank, its pools beside the first bytes.
 
-use std::io::{self, IoSliceMut, Read, Write};
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,13 +11,15 @@ use common::ids::{ByteLen, ByteOffset};
 use common::schema::{RankLayout, TensorLayout};
 use common::topology::ParallelConfig;
 use io_engine::{Engine, EngineConfig, Memory, Region};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::UnixStream;
 
 use crate::api::{AttachReply, AttachRequest, ParallelSpec, Role, TensorSpec};
 use crate::client::MAX_POOLS;
 use crate::rank::{RankBuffers, RankConfig, RankHandle};
-use crate::service::Service;
 use crate::service::layout::place_layout;
+use crate::service::{Claim, Service};
 
 /// Bytes of one request at most: 16,384 tensors take some 2 MB.
 const MAX_REQUEST_BYTES: u32 = 16 << 20;
@@ -49,52 +51,48 @@ pub(super) async fn accept(service: Arc<Service>, listener: UnixListener) {
     }
 }
 
-/// One engine's connection, from its request to its end.
-async fn engine(service: Arc<Service>, stream: tokio::net::UnixStream) {
-    let stream = match stream.into_std().and_then(|stream| {
-        stream.set_nonblocking(false)?;
-        Ok(stream)
-    }) {
-        Ok(stream) => stream,
-        Err(error) => return tracing::warn!(%error, "an engine's connection cannot be used"),
-    };
-    let received = tokio::task::spawn_blocking(move || {
-        let received = receive(&stream);
-        (stream, received)
-    });
-    let Ok((stream, received)) = received.await else {
-        return;
-    };
-    let (attached, reply) = match received {
-        Ok((request, fds)) => match attach(&service, &request, fds).await {
-            Ok(rank) => {
-                let reply = AttachReply::Attached {
-                    rank: rank.number,
-                    engine_key: rank.handle.engine_key().to_owned(),
-                    control: rank.handle.control().to_owned(),
-                };
-                (Some(rank), reply)
+/// One engine's connection, from its request to its end. No thread belongs to it, so engines that
+/// say nothing hold nobody up.
+async fn engine(service: Arc<Service>, mut stream: UnixStream) {
+    let attached = match receive(&mut stream).await {
+        Ok((request, fds)) => {
+            tokio::select! {
+                attached = attach(&service, &request, fds) => attached,
+                () = wait_for_end(&stream) => {
+                    return tracing::info!("an engine has gone before its rank was up");
+                }
             }
-            Err(message) => (None, AttachReply::Refused { message }),
-        },
-        Err(message) => (None, AttachReply::Refused { message }),
+        }
+        Err(message) => Err(message),
     };
-    if let AttachReply::Refused { message } = &reply {
-        tracing::warn!(reason = message, "an engine was refused");
-    }
-    // The engine says nothing more; the end of its connection is the end of its rank.
-    let ended = tokio::task::spawn_blocking(move || {
-        answer(&stream, &reply)?;
-        wait_for_end(&stream)
-    });
-    let ended = ended.await;
-    if let Ok(Err(error)) = &ended {
+    let reply = match &attached {
+        Ok(rank) => AttachReply::Attached {
+            rank: rank.number,
+            engine_key: rank.handle.engine_key().to_owned(),
+            control: rank.handle.control().to_owned(),
+        },
+        Err(message) => {
+            tracing::warn!(reason = message, "an engine was refused");
+            AttachReply::Refused {
+                message: message.clone(),
+            }
+        }
+    };
+    let answered = answer(&mut stream, &reply).await;
+    if let Err(error) = &answered {
         tracing::debug!(%error, "an engine's connection broke");
     }
-    if let Some(rank) = attached {
-        tracing::info!(rank = rank.number, "an engine has gone; its rank ends");
-        detach(&service, rank).await;
+    let Ok(rank) = attached else {
+        // Closing what was not read through could cost the engine its answer.
+        let _ = tokio::time::timeout(REQUEST_TIMEOUT, wait_for_end(&stream)).await;
+        return;
+    };
+    // The engine says nothing more; the end of its connection is the end of its rank.
+    if answered.is_ok() {
+        wait_for_end(&stream).await;
     }
+    tracing::info!(rank = rank.number, "an engine has gone; its rank ends");
+    detach(&service, rank).await;
 }
 
 /// A rank of this service.
@@ -103,63 +101,96 @@ struct Attached {
     handle: RankHandle,
     engine: Engine,
     regions: Vec<Region>,
+    claim_opt: Option<Claim>,
 }
 
 /// Reads a request and the descriptors beside its first bytes.
-fn receive(stream: &UnixStream) -> Result<(AttachRequest, Vec<OwnedFd>), String> {
-    let failed = |what: &str| {
-        let what = what.to_owned();
-        move |error: io::Error| format!("{what}: {error}")
-    };
-    stream
-        .set_read_timeout(Some(REQUEST_TIMEOUT))
-        .map_err(failed("setting a timeout"))?;
+async fn receive(stream: &mut UnixStream) -> Result<(AttachRequest, Vec<OwnedFd>), String> {
+    let received = tokio::time::timeout(REQUEST_TIMEOUT, receive_within(stream)).await;
+    received.unwrap_or_else(|_| {
+        let seconds = REQUEST_TIMEOUT.as_secs();
+        Err(format!("no whole request came within {seconds} s"))
+    })
+}
+
+async fn receive_within(stream: &mut UnixStream) -> Result<(AttachRequest, Vec<OwnedFd>), String> {
     let mut header = [0; 4];
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_POOLS))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = rustix::net::recvmsg(
-        stream,
-        &mut [IoSliceMut::new(&mut header)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC,
-    );
-    let received = received.map_err(|error| format!("receiving the request: {error}"))?;
-    let messages = ancillary.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-        _ => None,
-    });
-    let fds: Vec<OwnedFd> = messages.flatten().collect();
-    let rest = header.get_mut(received.bytes..).unwrap_or_default();
-    let mut stream = stream;
+    let first = stream.async_io(Interest::READABLE, || receive_first(stream, &mut header));
+    let (received, fds) = first
+        .await
+        .map_err(|error| format!("receiving the request: {error}"))?;
+    let rest = header.get_mut(received..).unwrap_or_default();
     stream
         .read_exact(rest)
-        .map_err(failed("receiving the request's length"))?;
+        .await
+        .map_err(|error| format!("receiving the request's length, four bytes: {error}"))?;
     let length = u32::from_le_bytes(header);
     if length > MAX_REQUEST_BYTES {
         return Err(format!(
             "a request of {length} bytes, at most {MAX_REQUEST_BYTES} are possible"
         ));
     }
-    let mut body = vec![0; length as usize];
+    // It grows with what comes: a length alone takes no memory.
+    let mut body = Vec::new();
     stream
-        .read_exact(&mut body)
-        .map_err(failed("receiving the request"))?;
+        .take(u64::from(length))
+        .read_to_end(&mut body)
+        .await
+        .map_err(|error| format!("receiving the request: {error}"))?;
+    if body.len() < length as usize {
+        return Err(format!(
+            "the request ended after {} of {length} bytes",
+            body.len()
+        ));
+    }
     let request = serde_json::from_slice(&body).map_err(|error| format!("the request: {error}"))?;
     Ok((request, fds))
 }
 
-fn answer(mut stream: &UnixStream, reply: &AttachReply) -> io::Result<()> {
-    let body = serde_json::to_vec(reply).map_err(io::Error::other)?;
-    let length = u32::try_from(body.len()).map_err(io::Error::other)?;
-    stream.write_all(&length.to_le_bytes())?;
-    stream.write_all(&body)
+/// The first bytes of a request, and the descriptors beside them.
+fn receive_first(stream: &UnixStream, header: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_POOLS))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(
+        stream,
+        &mut [IoSliceMut::new(header)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    let messages = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let fds: Vec<OwnedFd> = messages.flatten().collect();
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(io::Error::other(
+            "not every file descriptor could be taken; raise the service's limit of open files",
+        ));
+    }
+    Ok((received.bytes, fds))
 }
 
-fn wait_for_end(mut stream: &UnixStream) -> io::Result<()> {
-    stream.set_read_timeout(None)?;
-    let mut byte = [0];
-    while stream.read(&mut byte)? > 0 {}
-    Ok(())
+async fn answer(stream: &mut UnixStream, reply: &AttachReply) -> io::Result<()> {
+    let body = serde_json::to_vec(reply).map_err(io::Error::other)?;
+    let length = u32::try_from(body.len()).map_err(io::Error::other)?;
+    stream.write_all(&length.to_le_bytes()).await?;
+    stream.write_all(&body).await
+}
+
+/// Returns when the other side has closed, or the connection broke. What still comes is dropped.
+async fn wait_for_end(stream: &UnixStream) {
+    let mut dropped = [0; 1024];
+    loop {
+        if stream.readable().await.is_err() {
+            return;
+        }
+        match stream.try_read(&mut dropped) {
+            Ok(0) => return,
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return tracing::debug!(%error, "an engine's connection broke"),
+        }
+    }
 }
 
 async fn attach(
@@ -186,6 +217,7 @@ async fn attach(
     let pools: Vec<Memory> = pools.collect::<Result<_, _>>()?;
     let config = &service.config;
     let parallel = parallel_of(&request.parallel);
+    let claim_opt = claim(service, request, &parallel)?;
     let mut engine_config = EngineConfig::new(engine_key(request, config), config.host.clone());
     engine_config.transports = config.transports.clone();
     engine_config.tcp_bind = (config.bind, 0).into();
@@ -224,11 +256,36 @@ async fn attach(
         handle,
         engine,
         regions,
+        claim_opt,
     })
 }
 
+/// A bootstrap server knows one address for each prefill rank: a second engine would take the
+/// first one's place and leave its rooms to time out. Decode ranks are found by no such number.
+fn claim(
+    service: &Arc<Service>,
+    request: &AttachRequest,
+    parallel: &ParallelConfig,
+) -> Result<Option<Claim>, String> {
+    let (Role::Prefill, Some(bootstrap)) = (request.role, &request.bootstrap) else {
+        return Ok(None);
+    };
+    let place = format!(
+        "prefill rank dp{} cp{} tp{} pp{} of bootstrap server {bootstrap}",
+        parallel.dp_rank, parallel.cp_rank, parallel.tp_rank, parallel.pp_rank
+    );
+    match service.claim(place.clone()) {
+        Some(claim) => Ok(Some(claim)),
+        None => Err(format!(
+            "{place} is attached to this service already; end the engine that holds it, or give this one another rank"
+        )),
+    }
+}
+
 /// Ends a rank: its rooms fail, its writes drain, its memory is let go.
-async fn detach(service: &Service, rank: Attached) {
+async fn detach(service: &Service, mut rank: Attached) {
+    // Its engine may be back before the last write has drained.
+    drop(rank.claim_opt.take());
     rank.handle.stop("its engine has gone").await;
     service.remove(rank.number);
     let Attached {

@@ -156,7 +156,11 @@ fn check_tensor(
         bytes: ByteLen(tensor.bytes),
         item_len: ByteLen(tensor.item_len),
     };
-    if tensor.bytes == 0 || tensor.item_len == 0 {
+    if tensor.bytes > 0 && tensor.item_len == 0 {
+        let detail = format!("{} bytes with items of 0 bytes", tensor.bytes);
+        return Err(refused(what, detail));
+    }
+    if tensor.bytes == 0 {
         return Ok(TensorLayout {
             bytes: ByteLen(0),
             item_len: layout.item_len,

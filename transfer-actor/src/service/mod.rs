@@ -8,7 +8,7 @@ mod http;
 mod layout;
 mod sockets;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,6 +31,7 @@ pub(crate) struct Service {
     pub registry: Registry,
     pub metrics: Arc<TransferMetrics>,
     ranks: Mutex<BTreeMap<u32, RankHandle>>,
+    claims: Mutex<BTreeSet<String>>,
     next_rank: AtomicU32,
     is_ending: AtomicBool,
 }
@@ -64,9 +65,33 @@ impl Service {
         })
     }
 
+    /// Takes a rank's place among its engine's ranks, which only one engine can have at a time.
+    /// `None` when another has it.
+    pub(crate) fn claim(self: &Arc<Self>, place: String) -> Option<Claim> {
+        let mut claims = self.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        claims.insert(place.clone()).then(|| Claim {
+            service: Arc::clone(self),
+            place,
+        })
+    }
+
     /// Whether the service takes new ranks and rooms.
     pub(crate) fn is_open(&self) -> bool {
         !self.is_ending.load(Ordering::Acquire)
+    }
+}
+
+/// A place that [`Service::claim`] gave; it is free again when this is dropped.
+pub(crate) struct Claim {
+    service: Arc<Service>,
+    place: String,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let claims = &self.service.claims;
+        let mut claims = claims.lock().unwrap_or_else(PoisonError::into_inner);
+        claims.remove(&self.place);
     }
 }
 
@@ -77,8 +102,8 @@ impl Service {
 pub async fn serve(config: ServeConfig) -> Result<()> {
     let registry = Registry::new();
     let metrics = Arc::new(TransferMetrics::new(&registry).context("registering metrics")?);
-    let attach_listener = sockets::bind(&config.attach_socket)?;
-    let api_listener = sockets::bind(&config.api_socket)?;
+    let (attach_listener, _attach_path) = sockets::bind(&config.attach_socket)?;
+    let (api_listener, _api_path) = sockets::bind(&config.api_socket)?;
     let metrics_listener = std::net::TcpListener::bind(config.metrics_listen)
         .with_context(|| format!("binding the metrics port {}", config.metrics_listen))?;
     let metrics_address = metrics_listener.local_addr()?;
@@ -87,6 +112,7 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
         registry,
         metrics,
         ranks: Mutex::default(),
+        claims: Mutex::default(),
         next_rank: AtomicU32::new(0),
         is_ending: AtomicBool::new(false),
     });
@@ -121,9 +147,6 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
         }
     };
     attaching.abort();
-    for path in [&service.config.attach_socket, &service.config.api_socket] {
-        sockets::remove(path);
-    }
     ended
 }
 
