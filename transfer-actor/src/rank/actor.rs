@@ -518,6 +518,9 @@ impl Actor for RankActor {
                 .with_label_values(&[role, poll.name()])
                 .sub(before as i64);
         }
+        self.publish_sessions([0; TransportKind::ALL.len()]);
+        // The thread is this rank's own; its control socket closes with it, so that peers notice.
+        Arbiter::current().stop();
     }
 }
 

@@ -17,6 +17,7 @@ use crate::api::Role;
 use crate::bootstrap_client::{BootstrapClient, BootstrapError};
 use crate::control;
 use crate::error::ApiError;
+use crate::messages::StopRank;
 use crate::metrics::TransferMetrics;
 use crate::rank::core::{
     DecodeCore, DecodeIdentity, PrefillCore, PrefillIdentity, PrefillTarget, RankCore,
@@ -62,6 +63,7 @@ impl RankHandle {
             return Err(gone());
         }
         let (address, control) = is_started.await.map_err(|_| gone())??;
+        let mut unregistered = Unregistered(Some(address.clone()));
         let handle = Self {
             address,
             role: config.role,
@@ -75,7 +77,24 @@ impl RankHandle {
                 return Err(error);
             }
         }
+        unregistered.0 = None;
         Ok(handle)
+    }
+}
+
+/// A rank whose start may be given up: it must not register itself for an engine that has gone.
+struct Unregistered(Option<actix::Addr<RankActor>>);
+
+impl Drop for Unregistered {
+    fn drop(&mut self) {
+        let Some(address) = self.0.take() else { return };
+        #[allow(
+            clippy::disallowed_methods,
+            reason = "a lifecycle notice, sent once, and a drop cannot wait"
+        )]
+        address.do_send(StopRank(
+            "its engine has gone before it was registered".to_owned(),
+        ));
     }
 }
 
@@ -127,11 +146,14 @@ fn bring_up(
     let (bind, limits) = (config.control_bind, FrameLimits::default());
     let ports = config.control_ports_opt.clone().unwrap_or(0..=0);
     let socket = PullSocket::bind_range(bind, ports.clone(), limits).map_err(|error| {
-        let message = format!(
-            "control socket on {bind}, ports {} to {}: {error}",
-            ports.start(),
-            ports.end()
-        );
+        let message = match &config.control_ports_opt {
+            Some(ports) => format!(
+                "no control socket on {bind}, ports {} to {}, all tried: {error}; widen --control-ports, one port serves one rank",
+                ports.start(),
+                ports.end()
+            ),
+            None => format!("no control socket on {bind}: {error}"),
+        };
         ApiError::new(503, "control_socket", message)
     })?;
     let control = Endpoint::new(config.advertise_host.clone(), socket.local_addr().port());
