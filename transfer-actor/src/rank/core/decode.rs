@@ -1,8 +1,8 @@
 //! The rules of a decode rank.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::ids::{Endpoint, Generation, Room};
 use common::room::advance;
@@ -21,6 +21,9 @@ use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_
 
 /// The policy under which the decode allocates only once the prefill is complete.
 pub(crate) const PREFILL_COMPLETE: &str = "prefill_complete";
+
+/// Time for the sends to a remembered prefill to fail at all of its ranks, once one has failed.
+const UNREACHED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What a decode core knows of its own rank.
 #[derive(Clone, Debug)]
@@ -41,6 +44,12 @@ struct DecodeRoom {
     reason_opt: Option<String>,
     opened: Instant,
     touched: Instant,
+    /// The bootstrap server and the data-parallel rank that the engine named.
+    asked: (String, Option<u32>),
+    /// Whether `prefill_opt` is from an earlier room, and nobody was asked for this one.
+    is_remembered: bool,
+    /// Ranks of a remembered prefill that could not be reached, and why.
+    unreached: BTreeMap<Endpoint, String>,
     prefill_opt: Option<Arc<ResolvedPrefill>>,
     announcement_opt: Option<Announcement>,
     /// Whether prefill ranks know where to write.
@@ -168,6 +177,7 @@ impl DecodeCore {
         let known = command
             .prefill_dp_rank_opt
             .and_then(|dp_rank| self.prefills.get(&(bootstrap.clone(), dp_rank)).cloned());
+        let known = known.or_else(|| self.only_prefill(&bootstrap, command.prefill_dp_rank_opt));
         self.rooms.insert(
             room,
             DecodeRoom {
@@ -176,6 +186,9 @@ impl DecodeCore {
                 reason_opt: None,
                 opened: now,
                 touched: now,
+                asked: (bootstrap.clone(), command.prefill_dp_rank_opt),
+                is_remembered: known.is_some(),
+                unreached: BTreeMap::new(),
                 prefill_opt: None,
                 announcement_opt: None,
                 is_published: false,
@@ -185,7 +198,7 @@ impl DecodeCore {
             },
         );
         let mut effects = vec![Effect::Changed { room }];
-        match known.or_else(|| self.only_prefill(&bootstrap, command.prefill_dp_rank_opt)) {
+        match known {
             Some(prefill) => self.use_prefill(room, prefill, now, &mut effects),
             None => effects.push(Effect::Resolve {
                 room,
@@ -279,6 +292,7 @@ impl DecodeCore {
             state.advance(room, KvPoll::WaitingForInput, effects);
         }
         state.prefill_opt = Some(prefill);
+        state.is_published = false;
         self.publish(room, now, effects);
     }
 
@@ -527,11 +541,45 @@ impl DecodeCore {
         self.prefills
             .retain(|_, prefill| !prefill.targets.iter().any(|target| target.endpoint == *to));
         let mut effects = Vec::new();
-        if let Some((room, generation)) = about_opt
-            && self.is_current(room, generation)
-        {
-            let reason = format!("prefill rank {to} cannot be reached ({kind}): {reason}");
+        let Some((room, generation)) = about_opt else {
+            return effects;
+        };
+        let state = self
+            .rooms
+            .get_mut(&room)
+            .filter(|state| state.generation == generation && !state.poll.is_terminal());
+        let Some(state) = state else {
+            return effects;
+        };
+        let prefill = state.prefill_opt.as_ref();
+        let is_its_own = |target: &PrefillTarget| target.endpoint == *to;
+        if !prefill.is_some_and(|prefill| prefill.targets.iter().any(is_its_own)) {
+            // An address that the room has given up.
+            return effects;
+        }
+        let reason = format!("prefill rank {to} cannot be reached ({kind}): {reason}");
+        if !state.is_remembered {
             self.fail(room, &reason, now, &mut effects);
+            return effects;
+        }
+        // The prefill may have been replaced since. Only when no rank of it can have heard of the
+        // room is it safe to name the same pages to others.
+        state.touched = now;
+        state.unreached.entry(to.clone()).or_insert(reason);
+        let is_unreached = |target: &PrefillTarget| state.unreached.contains_key(&target.endpoint);
+        if prefill.is_some_and(|prefill| prefill.targets.iter().all(is_unreached)) {
+            tracing::info!(%room, %to, "a remembered prefill is gone; its bootstrap server is asked again");
+            state.is_remembered = false;
+            state.prefill_opt = None;
+            state.is_published = false;
+            state.unreached.clear();
+            let (bootstrap, dp_rank_opt) = state.asked.clone();
+            effects.push(Effect::Resolve {
+                room,
+                generation,
+                bootstrap,
+                dp_rank_opt,
+            });
         }
         effects
     }
@@ -539,6 +587,14 @@ impl DecodeCore {
     fn tick(&mut self, now: Instant) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.tombstones.expire(now);
+        let unreached = self.rooms.iter().filter_map(|(room, state)| {
+            let reason = state.unreached.values().next()?;
+            let is_due = now.duration_since(state.touched) >= UNREACHED_TIMEOUT;
+            is_due.then(|| (*room, reason.clone()))
+        });
+        for (room, reason) in unreached.collect::<Vec<_>>() {
+            self.fail(room, &reason, now, &mut effects);
+        }
         let timeouts = self.timeouts;
         let overdue = self.rooms.iter().filter_map(|(room, state)| {
             let (limit, reason) = match state.poll {
