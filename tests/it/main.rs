@@ -6,3 +6,4 @@ mod bootstrap_server;
 mod dashboards;
 mod demo;
 mod durability;
+mod service;

@@ -2,6 +2,8 @@
 
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 /// Time for an answer on a busy machine.
@@ -54,11 +56,8 @@ impl Request {
     }
 
     /// The request's bytes.
-    pub fn bytes(&self, address: SocketAddr) -> Vec<u8> {
-        let mut text = format!(
-            "{} {} HTTP/1.1\r\nHost: {address}\r\n",
-            self.method, self.path
-        );
+    pub fn bytes(&self, host: impl std::fmt::Display) -> Vec<u8> {
+        let mut text = format!("{} {} HTTP/1.1\r\nHost: {host}\r\n", self.method, self.path);
         let has = |name: &str| {
             self.headers
                 .iter()
@@ -86,6 +85,19 @@ impl Request {
     /// When the server cannot be reached or does not answer in HTTP.
     pub fn send(&self, address: SocketAddr) -> std::io::Result<Reply> {
         let answer = exchange(address, &self.bytes(address))?;
+        Ok(Reply::parse(&answer, self.method == "HEAD")?.0)
+    }
+
+    /// As [`send`](Self::send), over a Unix socket.
+    ///
+    /// # Errors
+    /// When the server cannot be reached or does not answer in HTTP.
+    pub fn send_unix(&self, path: &Path) -> std::io::Result<Reply> {
+        let mut stream = UnixStream::connect(path)?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        stream.write_all(&self.bytes("ferry"))?;
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer)?;
         Ok(Reply::parse(&answer, self.method == "HEAD")?.0)
     }
 }

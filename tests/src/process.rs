@@ -61,6 +61,32 @@ pub fn signal(pid: u32, name: &str) {
     );
 }
 
+/// Starts a program that prints `ready ADDRESS` once it serves, and waits for that line.
+///
+/// # Panics
+/// When the line does not come.
+pub fn spawn_ready(command: &mut Command) -> (Child, SocketAddr) {
+    let mut child = command
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    let stdout = child.stdout.take().expect("it is piped");
+    let (sender, ready) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
+        let address = lines.find_map(|line| line.strip_prefix("ready ")?.parse().ok());
+        // The receiver may have given up.
+        let _ = sender.send(address);
+        lines.for_each(drop);
+    });
+    let address: Option<SocketAddr> = ready.recv_timeout(PATIENCE).ok().flatten();
+    let Some(address) = address else {
+        let _ = child.kill();
+        panic!("the program printed no ready line: {:?}", child.wait());
+    };
+    (child, address)
+}
+
 /// A running bootstrap server.
 #[derive(Debug)]
 pub struct BootstrapServer {
@@ -93,24 +119,7 @@ impl BootstrapServer {
     /// # Panics
     /// When it does not become ready.
     pub fn spawn(command: &mut Command) -> Self {
-        let mut child = command
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the server starts");
-        let stdout = child.stdout.take().expect("it is piped");
-        let (sender, ready) = mpsc::channel();
-        std::thread::spawn(move || {
-            let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
-            let address = lines.find_map(|line| line.strip_prefix("ready ")?.parse().ok());
-            // The receiver may have given up.
-            let _ = sender.send(address);
-            lines.for_each(drop);
-        });
-        let address: Option<SocketAddr> = ready.recv_timeout(PATIENCE).ok().flatten();
-        let Some(address) = address else {
-            let _ = child.kill();
-            panic!("the server printed no ready line: {:?}", child.wait());
-        };
+        let (child, address) = spawn_ready(command);
         let server = Self { child, address };
         wait_for("GET /metrics", || {
             server
