@@ -56,13 +56,13 @@ struct Batch<W> {
     cursor: Cursor,
 }
 
-impl<W> Batch<W> {
+impl Cursor {
     /// Fills a piece from where the last one ended. Empty: nothing is left.
-    fn next_piece(&mut self, piece: &mut Piece) {
+    fn next_piece(&mut self, job: &Job, piece: &mut Piece) {
         piece.ranges.clear();
         piece.bytes = 0;
-        let cursor = &mut self.cursor;
-        while let Some(pair) = self.job.pairs.get(cursor.pair) {
+        let cursor = self;
+        while let Some(pair) = job.pairs.get(cursor.pair) {
             let Some(run) = pair.runs.runs().get(cursor.run) else {
                 *cursor = Cursor {
                     pair: cursor.pair + 1,
@@ -162,34 +162,39 @@ impl<W: Clone> BatchQueue<W> {
     }
 
     /// Moves a whole batch on the calling thread, piece by piece; for batches so small that
-    /// waking a worker costs more.
-    pub(crate) fn run_here(
+    /// waking a worker costs more. `work` owes [`Status::piece_done`] for each piece. Its error
+    /// ends the batch's expansion; it is for the caller to deal with.
+    pub(crate) fn run_here<E>(
         &self,
         job: Job,
         status: &Arc<Status>,
-        work: W,
-        mut copy: impl FnMut(&W, &Job, &Piece) -> Result<(), TransportError>,
-    ) {
+        mut work: impl FnMut(&Arc<Job>, &Arc<Status>, &Piece) -> Result<(), E>,
+    ) -> Result<(), E> {
         if let Some(error) = self.closed_reason() {
-            return status.fail(error);
+            status.fail(error);
+            return Ok(());
         }
-        let mut batch = Batch {
-            job: Arc::new(job),
-            status: Arc::clone(status),
-            work,
-            cursor: Cursor::default(),
-        };
+        let job = Arc::new(job);
+        let mut cursor = Cursor::default();
         let mut piece = Piece::default();
-        loop {
-            batch.next_piece(&mut piece);
+        let mut outcome = Ok(());
+        while outcome.is_ok() {
+            cursor.next_piece(&job, &mut piece);
             if piece.ranges.is_empty() || !status.take_piece() {
                 break;
             }
-            status.piece_done(copy(&batch.work, &batch.job, &piece));
+            outcome = work(&job, status, &piece);
         }
         // What the batch holds is let go before anybody who waits for its end goes on.
-        drop(batch);
+        drop(job);
         status.exhausted();
+        outcome
+    }
+
+    /// Whether a batch waits, or the end.
+    pub(crate) fn has_work(&self) -> bool {
+        let waiting = self.lock();
+        !waiting.batches.is_empty() || waiting.closed_opt.is_some()
     }
 
     /// Takes the next piece, waiting for one at most this long (for ever if `None`).
@@ -199,7 +204,7 @@ impl<W: Clone> BatchQueue<W> {
             while let Some(mut batch) = waiting.batches.pop_front() {
                 let mut goes_on = !batch.status.is_stopping();
                 if goes_on {
-                    batch.next_piece(piece);
+                    batch.cursor.next_piece(&batch.job, piece);
                     goes_on = !piece.ranges.is_empty() && batch.status.take_piece();
                 }
                 if !goes_on {
