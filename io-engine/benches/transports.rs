@@ -12,7 +12,7 @@ use common::plan::{RunList, StridedRun};
 use common::wire::{EngineDesc, MemoryDesc};
 use criterion::{BenchmarkId, Criterion, Throughput};
 use io_engine::{
-    ByteLen, ByteOffset, Engine, EngineConfig, Memory, Region, RemoteRegion, Session,
+    ByteLen, ByteOffset, Direction, Engine, EngineConfig, Memory, Region, RemoteRegion, Session,
     TransportKind, WriteBatch, WritePair,
 };
 
@@ -138,8 +138,9 @@ fn write(session: &Session, local: &Region, remote: &RemoteRegion, runs: &RunLis
         remote: remote.clone(),
         runs: runs.clone(),
     };
-    let handle = session.write(WriteBatch { pairs: vec![pair] });
-    let moved = handle.wait(DEADLINE).expect("in time").expect("moved");
+    let batch = WriteBatch { pairs: vec![pair] };
+    let moved = session.transfer(Direction::Write, batch, DEADLINE);
+    let moved = moved.expect("moved");
     assert_eq!(moved.bytes, runs.bytes().get());
 }
 

@@ -45,5 +45,5 @@ pub use fault::{FaultKind, FaultSpec};
 pub use memory::Memory;
 pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
 pub use session::{Direction, Session, WriteBatch, WritePair};
-pub use status::{TransferHandle, Transferred};
+pub use status::{TransferHandle, TransferResult, Transferred};
 pub use transport::TransportKind;

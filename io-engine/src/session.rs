@@ -7,7 +7,7 @@ use common::plan::RunList;
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::{Region, RegionGuard, RemoteRegion};
-use crate::status::{Status, TransferHandle, deadline_after};
+use crate::status::{Status, TransferHandle, TransferResult, deadline_after};
 use crate::timer::Timer;
 use crate::transport::{Transport, TransportKind};
 
@@ -175,25 +175,8 @@ impl Session {
         batch: WriteBatch,
         timeout_opt: Option<Duration>,
     ) -> TransferHandle {
-        let job = Job::new(batch.pairs, direction).and_then(|job| {
-            job.pairs
-                .iter()
-                .try_for_each(|pair| self.check_locations(pair))?;
-            Ok(job)
-        });
-        let job = match job {
-            Ok(job) => job,
-            Err(error) => {
-                let status = Status::new(0, 0);
-                status.fail(error);
-                return TransferHandle(status);
-            }
-        };
-        let (bytes, ranges) = job.totals();
-        let status = Status::new(bytes, ranges);
-        if ranges == 0 {
-            status.exhausted();
-        } else {
+        let (job_opt, status) = self.prepare(direction, batch);
+        if let Some(job) = job_opt {
             self.transport.submit(job, Arc::clone(&status));
         }
         if let Some(timeout) = timeout_opt
@@ -202,6 +185,61 @@ impl Session {
             self.timer.watch(&status, deadline_after(timeout), timeout);
         }
         TransferHandle(status)
+    }
+
+    /// Writes or reads and waits for the end: the fastest way for a thread that would wait anyway.
+    /// The timeout is as for [`Session::submit`].
+    ///
+    /// # Errors
+    /// Why the batch failed.
+    pub fn transfer(
+        &self,
+        direction: Direction,
+        batch: WriteBatch,
+        timeout: Duration,
+    ) -> TransferResult {
+        let deadline = deadline_after(timeout);
+        let (job_opt, status) = self.prepare(direction, batch);
+        if let Some(job) = job_opt {
+            self.transport
+                .submit_and_wait(job, Arc::clone(&status), deadline);
+        }
+        if !status.is_concluded() {
+            self.timer.watch(&status, deadline, timeout);
+        }
+        let handle = TransferHandle(status);
+        loop {
+            // The timer ends it.
+            if let Some(result) = handle.wait(Duration::MAX) {
+                return result;
+            }
+        }
+    }
+
+    /// Checks a batch; without a job the status has its result.
+    fn prepare(&self, direction: Direction, batch: WriteBatch) -> (Option<Job>, Arc<Status>) {
+        let job = Job::new(batch.pairs, direction).and_then(|job| {
+            job.pairs
+                .iter()
+                .try_for_each(|pair| self.check_locations(pair))?;
+            Ok(job)
+        });
+        match job {
+            Err(error) => {
+                let status = Status::new(0, 0);
+                status.fail(error);
+                (None, status)
+            }
+            Ok(job) => {
+                let (bytes, ranges) = job.totals();
+                let status = Status::new(bytes, ranges);
+                if ranges > 0 {
+                    return (Some(job), status);
+                }
+                status.exhausted();
+                (None, status)
+            }
+        }
     }
 
     /// Closes the connection. Batches in flight fail; each says whether its writes have stopped.

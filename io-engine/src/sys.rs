@@ -335,15 +335,35 @@ pub(crate) fn has_exited(pidfd: BorrowedFd<'_>) -> bool {
     matches!(wait_readable([pidfd], Some(Duration::ZERO)), Ok([true]))
 }
 
+/// What to wait for at a descriptor; a failure ends every wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Interest {
+    /// Something to read, or the end.
+    Readable,
+    /// The other end of a stream sends nothing any more.
+    Ended,
+}
+
 /// Waits until a descriptor can be read or has failed; for ever without a timeout. Which are
 /// ready; none when the time is over or a signal came.
 pub(crate) fn wait_readable<const N: usize>(
     fds: [BorrowedFd<'_>; N],
     timeout_opt: Option<Duration>,
 ) -> io::Result<[bool; N]> {
-    let mut polled = fds.map(|fd| libc::pollfd {
+    wait_for(fds.map(|fd| (fd, Interest::Readable)), timeout_opt)
+}
+
+/// As [`wait_readable`], with an interest for each descriptor.
+pub(crate) fn wait_for<const N: usize>(
+    fds: [(BorrowedFd<'_>, Interest); N],
+    timeout_opt: Option<Duration>,
+) -> io::Result<[bool; N]> {
+    let mut polled = fds.map(|(fd, interest)| libc::pollfd {
         fd: fd.as_raw_fd(),
-        events: libc::POLLIN,
+        events: match interest {
+            Interest::Readable => libc::POLLIN,
+            Interest::Ended => libc::POLLRDHUP,
+        },
         revents: 0,
     });
     // Rounded up, so that a wait for a deadline does not return just before it again and again.

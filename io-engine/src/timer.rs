@@ -63,6 +63,10 @@ impl Timer {
     /// Fails a batch that has not ended by then.
     pub(crate) fn watch(&self, status: &Arc<Status>, due: Instant, timeout: Duration) {
         let mut waiting = self.lock();
+        if waiting.is_over {
+            drop(waiting);
+            return status.fail(ended());
+        }
         let number = waiting.next;
         waiting.next += 1;
         waiting.entries.push(Reverse(Entry {
@@ -76,10 +80,18 @@ impl Timer {
         self.changed.notify_one();
     }
 
-    /// Ends the thread.
+    /// Ends the thread. What it watched fails; nobody else would end a batch that stalls.
     pub(crate) fn end(&self) {
-        self.lock().is_over = true;
+        let mut waiting = self.lock();
+        waiting.is_over = true;
+        let entries = std::mem::take(&mut waiting.entries);
+        drop(waiting);
         self.changed.notify_one();
+        for Reverse(entry) in entries {
+            if let Some(status) = entry.status.upgrade() {
+                status.fail(ended());
+            }
+        }
     }
 
     /// Runs on a thread of its own until [`Timer::end`].
@@ -109,6 +121,10 @@ impl Timer {
             };
         }
     }
+}
+
+fn ended() -> TransportError {
+    TransportError::quiesced(TransportErrorKind::Closed, "the engine was shut down")
 }
 
 impl Entry {

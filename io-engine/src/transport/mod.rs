@@ -20,6 +20,7 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
@@ -88,6 +89,10 @@ pub(crate) trait Transport: Send + Sync {
     }
     /// Begins to move a job's bytes; its pairs were checked against the descriptors.
     fn submit(&self, job: Job, status: Arc<Status>);
+    /// As `submit`, on a thread that will wait until the deadline and may do the work itself.
+    fn submit_and_wait(&self, job: Job, status: Arc<Status>, _deadline: Instant) {
+        self.submit(job, status);
+    }
     /// Whether the peer is still there, without sending.
     fn is_alive(&self) -> bool;
     /// Ends the connection; batches in flight fail.

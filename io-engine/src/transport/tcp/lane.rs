@@ -17,7 +17,7 @@ use crate::error::{TransportError, TransportErrorKind};
 use crate::region::RegionKey;
 use crate::session::{Direction, Job};
 use crate::status::Status;
-use crate::sys::{self, IoVec, io_vec};
+use crate::sys::{self, Interest, IoVec, io_vec};
 use crate::transport::copy::is_very_small;
 use crate::transport::queue::{PieceRange, Taken};
 use crate::transport::tcp::vectored::{receive_all, send_all};
@@ -141,15 +141,48 @@ impl Lanes {
             let sent = self.queue.run_here(job, &status, |job, status, piece| {
                 lane.ask(&mut state, Arc::clone(job), Arc::clone(status), piece)
             });
-            if let Err(error) = sent {
-                drop(state);
-                self.fail(&self.broken(&error));
+            drop(state);
+            match sent {
+                Ok(()) => lane.wake_if_waiting(),
+                Err(error) => self.fail(&self.broken(&error)),
             }
             return;
         }
         self.queue.push(job, status, ());
         for lane in &self.lanes {
             lane.wake_if_waiting();
+        }
+    }
+
+    /// As [`Lanes::submit`], for a caller that waits until then: it reads the answer to a very
+    /// small batch itself, so that no other thread has to wake up.
+    pub(crate) fn exchange(&self, job: Job, status: Arc<Status>, deadline: Instant) {
+        let idle_opt = if is_very_small(&job) {
+            self.idle_lane()
+        } else {
+            None
+        };
+        let Some((lane, mut state)) = idle_opt else {
+            return self.submit(job, status);
+        };
+        let mut exchanged = self.queue.run_here(job, &status, |job, status, piece| {
+            lane.ask(&mut state, Arc::clone(job), Arc::clone(status), piece)
+        });
+        while exchanged.is_ok() && !state.unanswered.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match sys::wait_readable([lane.stream.as_fd()], Some(left.min(self.stall_timeout))) {
+                Ok([true]) => exchanged = self.read_answer(lane, &mut state),
+                // The lane's thread goes on waiting.
+                Ok([false]) => break,
+                Err(error) => exchanged = Err(error),
+            }
+        }
+        let is_owed = !state.unanswered.is_empty();
+        drop(state);
+        match exchanged {
+            Ok(()) if is_owed => lane.wake(),
+            Ok(()) => {}
+            Err(error) => self.fail(&self.broken(&error)),
         }
     }
 
@@ -236,24 +269,26 @@ impl Lanes {
     /// Waits for an answer, for batches, or for the peer's end.
     fn wait(&self, lane: &Lane) -> io::Result<()> {
         lane.is_waiting.store(true, Ordering::SeqCst);
-        // A batch that came before the flag was up woke nobody. Without any reason to wait for
-        // less, the wait ends after the stall timeout: a batch may have been sent by its submitter.
-        let timeout = if self.queue.has_work() {
-            Duration::ZERO
-        } else {
-            let left = lane.lock().time_left(self.stall_timeout);
-            left.unwrap_or(self.stall_timeout)
+        // A batch that came before the flag was up woke nobody.
+        let (interest, timeout_opt) = match lane.lock().time_left(self.stall_timeout) {
+            _ if self.queue.has_work() => (Interest::Ended, Some(Duration::ZERO)),
+            Some(left) => (Interest::Readable, Some(left)),
+            // Whoever makes the peer owe an answer reads it, or wakes this thread.
+            None => (Interest::Ended, None),
         };
-        let fds = [lane.stream.as_fd(), lane.wake.as_fd()];
-        let ready = sys::wait_readable(fds, Some(timeout));
+        let fds = [
+            (lane.stream.as_fd(), interest),
+            (lane.wake.as_fd(), Interest::Readable),
+        ];
+        let ready = sys::wait_for(fds, timeout_opt);
         lane.is_waiting.store(false, Ordering::SeqCst);
-        let [readable, is_woken] = ready?;
+        let [is_ready, is_woken] = ready?;
         if is_woken {
             // Takes the count back to zero; what it was does not matter.
             let _ = (&lane.wake).read(&mut [0; 8]);
         }
         let mut state = lane.lock();
-        if readable {
+        if is_ready {
             return self.read_answer(lane, &mut state);
         }
         match state.time_left(self.stall_timeout) {
