@@ -195,6 +195,50 @@ fn bench_transports(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// What the engine itself costs for each range: expansion, checks and posting, with copies of one
+/// byte, on one worker.
+fn bench_submission(criterion: &mut Criterion) {
+    const RANGES: u64 = 200_000;
+    let mut group = criterion.benchmark_group("submission");
+    group.throughput(Throughput::Elements(RANGES));
+    let mut config = EngineConfig::new("one worker", "127.0.0.1");
+    config.transports = vec![TransportKind::Local];
+    config.copy_threads = 1;
+    let source = Engine::start(config).expect("an engine starts");
+    let memory = Memory::allocate("source", ByteLen(POOL_BYTES)).expect("a pool");
+    let local = source
+        .register(&memory, ByteOffset(0), ByteLen(POOL_BYTES), "kv")
+        .expect("a region");
+    let target = Target::start(TransportKind::Local);
+    let session = source.connect(&target.engine).expect("a session");
+    // Within a page, so that no cache miss of the copy is counted.
+    let scattered = (0..RANGES).map(|at| {
+        StridedRun::contiguous(
+            ByteOffset(at * 37 % 4096),
+            ByteOffset(at * 41 % 4096),
+            ByteLen(1),
+        )
+    });
+    let strided = StridedRun {
+        src: ByteOffset(0),
+        dst: ByteOffset(0),
+        len: ByteLen(1),
+        count: RANGES as u32,
+        src_stride: 0,
+        dst_stride: 0,
+    };
+    for (name, runs) in [
+        ("scattered", scattered.collect()),
+        ("strided", vec![strided]),
+    ] {
+        let runs = RunList::new(runs).expect("a run list");
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| write(&session, &local, &target.region, &runs));
+        });
+    }
+    group.finish();
+}
+
 fn main() {
     if let Ok(kind) = std::env::var(PEER_VARIABLE) {
         return serve_as_peer(kind.parse().expect("a transport"));
@@ -205,5 +249,6 @@ fn main() {
         .measurement_time(Duration::from_secs(1))
         .configure_from_args();
     bench_transports(&mut criterion);
+    bench_submission(&mut criterion);
     criterion.final_summary();
 }

@@ -41,14 +41,17 @@ fn failed(what: &str, error: &io::Error) -> TransportError {
 }
 
 impl Memory {
-    /// Makes a new pool of `len` bytes of zeros: sized once, its space taken at once, sealed.
-    /// `name` is shown by the kernel in `/proc/PID/maps`.
+    /// Makes a new pool of `len` bytes of zeros: sized once, its space taken at once, sealed. It is
+    /// made of huge pages where the host has enough of them reserved and free. `name` is shown by the kernel in `/proc/PID/maps`.
     ///
     /// # Errors
     /// [`TransportErrorKind::Memory`] when the host has no such memory.
     pub fn allocate(name: &str, len: ByteLen) -> Result<Self, TransportError> {
         let c_name: Vec<u8> = name.bytes().filter(|byte| *byte != 0).take(200).collect();
         let c_name = CString::new(c_name).unwrap_or_default();
+        if let Some(fd) = sys::huge_memfd(&c_name, len.get()) {
+            return Self::from_fd(fd, len);
+        }
         let fd = sys::memfd(&c_name).map_err(|error| failed("memfd_create", &error))?;
         sys::allocate_space(fd.as_fd(), len.get())
             .map_err(|error| failed(&format!("allocating {len} bytes for pool {name}"), &error))?;
@@ -91,7 +94,11 @@ impl Memory {
         // A hole in the file would be a fault at the first access when memory is short.
         sys::allocate_space(fd.as_fd(), len.get())
             .map_err(|error| failed(&format!("taking {len} bytes for a pool"), &error))?;
-        let mapped_len = usize::try_from(len.get()).map_err(|_| {
+        // Huge pages are mapped and unmapped whole.
+        let block = sys::block_len(fd.as_fd()).map_err(|error| failed("size of a page", &error))?;
+        let mapped_len = len.get().checked_next_multiple_of(block.max(1));
+        let mapped_len = mapped_len.and_then(|len| usize::try_from(len).ok());
+        let mapped_len = mapped_len.ok_or_else(|| {
             refused(format!(
                 "a pool of {len} bytes does not fit the address space"
             ))
@@ -183,7 +190,9 @@ impl Memory {
 
     /// The address of a range, which must lie inside. Valid while `self` or a clone lives.
     pub(crate) fn address(&self, offset: u64, len: u64) -> Result<*mut u8, TransportError> {
-        self.0.mapping.range(offset, len).ok_or_else(|| {
+        let end = offset.checked_add(len).filter(|end| *end <= self.0.len);
+        let inside = end.and_then(|_| self.0.mapping.range(offset, len));
+        inside.ok_or_else(|| {
             TransportError::quiesced(
                 TransportErrorKind::OutOfBounds,
                 format!(

@@ -35,6 +35,36 @@ pub(crate) fn memfd(name: &CStr) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// An anonymous file of huge pages that can be sealed, with the space for `len` bytes taken; `None`
+/// when `len` is less than such a page, or the host has not enough of them free.
+pub(crate) fn huge_memfd(name: &CStr, len: u64) -> Option<OwnedFd> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let page = meminfo_value(&meminfo, "Hugepagesize:")?.checked_mul(1024)?;
+    let free = meminfo_value(&meminfo, "HugePages_Free:")?.checked_mul(page)?;
+    let whole = len.checked_next_multiple_of(page)?;
+    if len < page || free < whole {
+        return None;
+    }
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | libc::MFD_HUGETLB;
+    // SAFETY: `name` is a valid C string for the length of the call; the kernel keeps a copy.
+    let fd = check(unsafe { libc::memfd_create(name.as_ptr(), flags) }).ok()?;
+    // SAFETY: the kernel just returned this descriptor to us, and nobody else owns it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // Another process may have taken the pages meanwhile; then ordinary ones do.
+    take_space(fd.as_fd(), whole).ok().map(|()| fd)
+}
+
+fn meminfo_value(meminfo: &str, name: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// The unit in which a file's memory is mapped, in bytes.
+pub(crate) fn block_len(fd: BorrowedFd<'_>) -> io::Result<u64> {
+    use std::os::unix::fs::MetadataExt;
+    Ok(File::from(fd.try_clone_to_owned()?).metadata()?.blksize())
+}
+
 /// Gives a file its size and its space, so that a later access cannot fail for want of memory.
 /// The kernel's internal memory file system has no limit: it would take pages until the
 /// out-of-memory killer comes, so what is missing is compared with what is available first.
@@ -50,6 +80,10 @@ pub(crate) fn allocate_space(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
             format!("{missing} bytes are needed and this host has {available} bytes available"),
         ));
     }
+    take_space(fd, len)
+}
+
+fn take_space(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
     let len = i64::try_from(len).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
     // SAFETY: takes no pointers; the descriptor is borrowed for the length of the call.
     match unsafe { libc::posix_fallocate(fd.as_raw_fd(), 0, len) } {
@@ -60,12 +94,9 @@ pub(crate) fn allocate_space(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
 
 /// `MemAvailable` of `/proc/meminfo`, in bytes.
 fn available_memory() -> io::Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo")?;
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.and_then(|kib| kib.checked_mul(1024))
+    let meminfo = std::fs::read_to_string("/proc/meminfo")?;
+    meminfo_value(&meminfo, "MemAvailable:")
+        .and_then(|kib| kib.checked_mul(1024))
         .ok_or_else(|| io::Error::other("/proc/meminfo does not say what memory is available"))
 }
 
