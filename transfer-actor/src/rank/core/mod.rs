@@ -9,6 +9,8 @@ mod event;
 mod prefill;
 mod prefill_room;
 #[cfg(test)]
+mod replaced_prefill_tests;
+#[cfg(test)]
 mod tests;
 mod tombstones;
 
