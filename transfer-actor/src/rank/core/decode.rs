@@ -239,6 +239,11 @@ impl DecodeCore {
         if !self.is_current(room, generation) {
             return vec![late("resolved")];
         }
+        let has_prefill = |state: &DecodeRoom| state.prefill_opt.is_some();
+        if self.rooms.get(&room).is_some_and(has_prefill) {
+            // Those that were told where to write are those that must say that they have.
+            return vec![late("resolved")];
+        }
         match prefill {
             Ok(prefill) => self.use_prefill(room, prefill, now, &mut effects),
             Err(reason) => self.fail(room, &reason, now, &mut effects),
@@ -391,27 +396,29 @@ impl DecodeCore {
         else {
             return vec![late("status")];
         };
-        let prefill = state.prefill_opt.as_ref();
-        let expected = prefill.is_some_and(|prefill| {
-            prefill
-                .targets
-                .iter()
-                .any(|target| target.unique_rank == status.prefill_rank)
-        });
-        if !expected {
+        let Some(target) = state.target(status.prefill_rank) else {
             // A rank that was not asked; perhaps of an older engine behind the same address.
             return vec![late("status")];
-        }
+        };
+        let (endpoint, is_dummy) = (target.endpoint.clone(), target.is_dummy);
         state.touched = now;
         match status.poll {
             KvPoll::Failed => {
+                // It may have restarted at its address and know nobody; registering twice does no
+                // harm.
+                self.registered.remove(&endpoint);
                 let reason = status
                     .reason
                     .unwrap_or_else(|| "no reason given".to_owned());
                 let reason = format!("prefill rank {}: {reason}", status.prefill_rank);
                 self.fail(room, &reason, now, &mut effects);
             }
-            KvPoll::Success if !state.is_published => effects.push(late("status")),
+            // Nothing can move before it is known where to.
+            KvPoll::Success | KvPoll::Transferring if !state.is_published => {
+                effects.push(late("status"));
+            }
+            // 0.5.23 may take a dummy for real, and then says so before any byte has moved.
+            KvPoll::Success if is_dummy => effects.push(late("status")),
             KvPoll::Success => {
                 state.successes.insert(status.prefill_rank);
                 let required = state.prefill_opt.as_ref().map_or(u32::MAX, |prefill| {
@@ -446,7 +453,8 @@ impl DecodeCore {
             return vec![late("abort_ack")];
         };
         // Without a generation it may answer an older abort of the same number.
-        if ack.generation != i64::try_from(state.generation.get()).ok() {
+        let is_ours = ack.generation == i64::try_from(state.generation.get()).ok();
+        if !is_ours || state.target(ack.prefill_rank).is_none() {
             return vec![late("abort_ack")];
         }
         state.acknowledged.insert(ack.prefill_rank);
@@ -647,6 +655,12 @@ impl DecodeRoom {
             self.poll = next;
             effects.push(Effect::Changed { room });
         }
+    }
+
+    /// The prefill rank of this number, if it is one of those that serve the room.
+    fn target(&self, unique_rank: i64) -> Option<&PrefillTarget> {
+        let mut targets = self.prefill_opt.as_ref()?.targets.iter();
+        targets.find(|target| target.unique_rank == unique_rank)
     }
 
     /// Whether no prefill rank can write to the announced places any more.

@@ -23,6 +23,9 @@ use crate::rank::core::prefill_room::{PrefillRoom, Target};
 use crate::rank::core::tombstones::Tombstones;
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
 
+/// Why a room fails at its opening.
+const GIVEN_UP_EARLY: &str = "the decode side gave the room up before it was opened here";
+
 /// What a prefill core knows of its own rank.
 #[derive(Clone, Debug)]
 pub struct PrefillIdentity {
@@ -66,8 +69,9 @@ struct Early {
     since: Instant,
     infos: Vec<TransferInfo>,
     bootstrap_opt: Option<Bootstrap>,
-    /// The decode gave the room up after it had announced it.
-    abort_opt: Option<Abort>,
+    /// Decode ranks that gave the room up and did not announce it again since; `None` is one that
+    /// did not say who it is. They may have been promised that nothing is written.
+    given_up: Vec<Option<Endpoint>>,
 }
 
 /// All rooms and peers of one prefill rank.
@@ -265,7 +269,9 @@ impl PrefillCore {
             effects.push(late("transfer_info"));
         }
         let early = self.early_entry(room, now);
-        early.abort_opt = None;
+        early
+            .given_up
+            .retain(|who| who.as_ref().is_some_and(|who| *who != info.endpoint));
         match early
             .infos
             .iter_mut()
@@ -293,7 +299,7 @@ impl PrefillCore {
             since: now,
             infos: Vec::new(),
             bootstrap_opt: None,
-            abort_opt: None,
+            given_up: Vec::new(),
         })
     }
 
@@ -328,24 +334,25 @@ impl PrefillCore {
         let was_aborted = self.tombstones.lift(room);
         let Some(early) = self.early.remove(&room) else {
             if was_aborted {
-                self.fail(
-                    room,
-                    "the decode side gave the room up before it was opened here",
-                    None,
-                    now,
-                    &mut effects,
-                );
+                self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
             }
             return Ok(effects);
         };
-        if let Some(bootstrap) = early.bootstrap_opt {
+        if !early.given_up.is_empty() {
+            // Failed first, so that no actor starts for it.
+            self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
+        }
+        let has_given_up = |who: &Endpoint| early.given_up.iter().flatten().any(|one| one == who);
+        if let Some(bootstrap) = early
+            .bootstrap_opt
+            .filter(|bootstrap| !has_given_up(&bootstrap.reply_to))
+        {
             effects.extend(self.bootstrap(bootstrap, now));
         }
         for info in early.infos {
-            self.add_info(info, now, &mut effects);
-        }
-        if let Some(abort) = early.abort_opt {
-            effects.extend(self.peer_abort(&abort, now));
+            if !has_given_up(&info.endpoint) {
+                self.add_info(info, now, &mut effects);
+            }
         }
         Ok(effects)
     }
@@ -374,6 +381,26 @@ impl PrefillCore {
                 info.endpoint
             );
             return self.fail(room, &reason, None, now, effects);
+        }
+        if state.is_announced() {
+            // Bytes may have moved already; what it is told of the others' Success would not be
+            // true for it.
+            let reason = format!(
+                "room {room} was announced by all of its decode ranks before {} did",
+                info.endpoint
+            );
+            tracing::warn!(%room, endpoint = %info.endpoint, "a decode rank too many was refused");
+            effects.push(Effect::Send {
+                to: info.endpoint,
+                message: ControlMessage::Status(Status {
+                    room,
+                    poll: KvPoll::Failed,
+                    prefill_rank: self.identity.unique_rank,
+                    reason: Some(reason),
+                }),
+                about_opt: None,
+            });
+            return;
         }
         let required = *state.required_opt.get_or_insert(info.required_dst_info_num);
         let endpoint = info.endpoint.clone();
@@ -460,8 +487,17 @@ impl PrefillCore {
 
     fn bootstrap(&mut self, bootstrap: Bootstrap, now: Instant) -> Vec<Effect> {
         let (room, rank) = (bootstrap.room, self.identity.unique_rank);
-        let Some(state) = self.rooms.get_mut(&room).filter(|state| !state.is_cleared) else {
-            self.early_entry(room, now).bootstrap_opt = Some(bootstrap);
+        // After Success the decode can only mean the next use of the number.
+        let current = self
+            .rooms
+            .get_mut(&room)
+            .filter(|state| !state.is_cleared && state.poll != KvPoll::Success);
+        let Some(state) = current else {
+            let early = self.early_entry(room, now);
+            early
+                .given_up
+                .retain(|who| who.as_ref().is_some_and(|who| *who != bootstrap.reply_to));
+            early.bootstrap_opt = Some(bootstrap);
             return Vec::new();
         };
         let notice_opt = state.deferred.register(bootstrap.reply_to);
@@ -477,16 +513,19 @@ impl PrefillCore {
         let room = abort.room;
         let mut effects = Vec::new();
         let asker = abort.reply_to.clone().zip(abort.generation);
+        // Beside a room that has ended, an early one is the next use of its number, and then it is
+        // the one that the decode means.
+        let is_early = self.early.contains_key(&room);
+        if let Some(early) = self.early.get_mut(&room)
+            && !early.given_up.contains(&abort.reply_to)
+        {
+            early.given_up.push(abort.reply_to.clone());
+        }
         let Some(state) = self.rooms.get_mut(&room) else {
-            match self.early.get_mut(&room) {
-                Some(early) => early.abort_opt = Some(abort.clone()),
-                None => {
-                    if self.tombstones.contains(room) {
-                        effects.push(late("abort"));
-                    } else {
-                        self.tombstones.lay(room, true, now);
-                    }
-                }
+            if self.tombstones.contains(room) && !is_early {
+                effects.push(late("abort"));
+            } else if !is_early {
+                self.tombstones.lay(room, true, now);
             }
             // Nothing is being written for a room that is not open.
             effects.extend(asker.map(|(to, generation)| self.ack(room, to, generation)));
@@ -678,7 +717,8 @@ impl PrefillCore {
                 tracing::warn!(%room, "a room that ended long ago was never cleared; it is forgotten");
                 if let Some(state) = self.rooms.get_mut(&room) {
                     state.is_cleared = true;
-                    // Work without a report after all this time has no actor any more.
+                    // Nothing is known of work without a report, so nothing is promised of it.
+                    state.is_poisoned |= state.pending > 0;
                     state.pending = 0;
                 }
             } else {

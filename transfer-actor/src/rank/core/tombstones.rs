@@ -42,6 +42,14 @@ impl Tombstones {
             },
         );
         self.order.push_back((now, room));
+        if self.order.len() > self.capacity.saturating_mul(2) {
+            // Rooms that were lifted leave their place in the order behind.
+            let rooms = &self.rooms;
+            self.order.retain(|(laid, room)| {
+                let known = rooms.get(room);
+                known.is_some_and(|tombstone| tombstone.laid == *laid)
+            });
+        }
         while self.rooms.len() > self.capacity {
             self.forget_oldest();
         }
@@ -117,5 +125,17 @@ mod tests {
         );
         assert!(tombstones.lift(room(2)));
         assert!(tombstones.is_empty());
+    }
+
+    #[test]
+    fn rooms_that_are_opened_again_leave_nothing_behind() {
+        let begin = Instant::now();
+        let room = Room::new(1).expect("a room");
+        let mut tombstones = Tombstones::new(3, Duration::from_secs(10));
+        for count in 0..100 {
+            tombstones.lay(room, false, begin + Duration::from_millis(count));
+            tombstones.lift(room);
+            assert!(tombstones.order.len() <= 6);
+        }
     }
 }

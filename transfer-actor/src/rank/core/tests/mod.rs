@@ -1,0 +1,505 @@
+//! Whole lifetimes of rooms, without sockets, threads or waiting.
+
+mod decode;
+mod prefill;
+mod prefill_end;
+
+use std::time::{Duration, Instant};
+
+use common::ids::{ByteLen, ComponentId, Endpoint, Generation, Room};
+use common::plan::PlannerOptions;
+use common::schema::{AttentionKind, KvLayout, RankLayout, StateKind, StateLayout, TensorLayout};
+use common::topology::{
+    DecodeSide, ParallelConfig, PrefillTopology, RankMapping, resolve_rank_mapping,
+};
+use common::wire::{
+    Abort, AbortAck, Bootstrap, ControlMessage, EngineDesc, KvPoll, MemoryDesc, Register, Release,
+    Status, TransferInfo,
+};
+
+use crate::api::{RoomStatus, RoomView};
+use crate::rank::core::{
+    Announcement, ChunkCommand, ComponentKey, ComponentOutcome, ComponentReport, Counted,
+    DecodeCore, DecodeIdentity, Effect, Event, Limits, OpenCommand, PrefillCore, PrefillIdentity,
+    PrefillTarget, RankCore, ResolvedPrefill, Timeouts,
+};
+
+const KV_PAGES: u64 = 16;
+const STATE_ROWS: u64 = 8;
+const AUX_ROWS: u64 = 4;
+const BOOTSTRAP: &str = "bootstrap:1";
+
+/// Every timeout is another one, so a test sees which applies.
+const TIMEOUTS: Timeouts = Timeouts {
+    bootstrap: Duration::from_secs(10),
+    waiting: Duration::from_secs(20),
+    transfer: Duration::from_secs(30),
+    retention: Duration::from_secs(60),
+    tombstone: Duration::from_secs(90),
+};
+
+fn room(number: u64) -> Room {
+    Room::new(number).expect("a room")
+}
+
+fn seconds(count: u64) -> Duration {
+    Duration::from_secs(count)
+}
+
+fn prefill_endpoint(rank: u32) -> Endpoint {
+    Endpoint::new("prefill", 1 + rank as u16)
+}
+
+fn decode_endpoint(rank: u32) -> Endpoint {
+    Endpoint::new("decode", 1 + rank as u16)
+}
+
+fn engine_key(rank: u32) -> String {
+    format!("decode-engine-{rank}")
+}
+
+fn tensor(items: u64, item_len: u64) -> TensorLayout {
+    TensorLayout {
+        bytes: ByteLen(items * item_len),
+        item_len: ByteLen(item_len),
+    }
+}
+
+/// K and V of one layer with four heads (or one latent tensor), one paged component, one aux row.
+fn layout(attention: AttentionKind, tp_size: u32) -> RankLayout {
+    let (tensors, heads) = match attention {
+        AttentionKind::Mha => (2, 4),
+        _ => (1, 1),
+    };
+    let page_len = if heads == 1 {
+        128
+    } else {
+        128 / u64::from(tp_size)
+    };
+    RankLayout {
+        page_size: 2,
+        kv: KvLayout {
+            tensors: vec![tensor(KV_PAGES, page_len); tensors],
+            layer_ids: Vec::new(),
+            start_layer: 0,
+            num_draft_entries: 0,
+            attention,
+            head_num: (heads / tp_size).max(1),
+            total_head_num: heads,
+        },
+        aux: vec![tensor(AUX_ROWS, 16)],
+        states: vec![StateLayout {
+            kind: StateKind::Dsa,
+            tensors: vec![tensor(STATE_ROWS, 32)],
+            dims: Vec::new(),
+            outer_counts: Vec::new(),
+            conv_shard_groups: Vec::new(),
+            layer_ids: Vec::new(),
+        }],
+    }
+}
+
+/// Two engines, as far as ranks of either need to know.
+#[derive(Clone, Copy, Debug)]
+struct Engines {
+    attention: AttentionKind,
+    prefill_tp: u32,
+    decode_tp: u32,
+    policy: &'static str,
+    limits: Limits,
+}
+
+impl Engines {
+    fn of(attention: AttentionKind, prefill_tp: u32, decode_tp: u32) -> Self {
+        Self {
+            attention,
+            prefill_tp,
+            decode_tp,
+            policy: "early",
+            limits: Limits::default(),
+        }
+    }
+
+    fn one_to_one() -> Self {
+        Self::of(AttentionKind::Mha, 1, 1)
+    }
+
+    fn deferred() -> Self {
+        Self {
+            policy: "prefill_complete",
+            ..Self::one_to_one()
+        }
+    }
+
+    fn prefill(&self, rank: u32) -> Rank {
+        let identity = PrefillIdentity {
+            layout: layout(self.attention, self.prefill_tp),
+            parallel: ParallelConfig {
+                tp_size: self.prefill_tp,
+                tp_rank: rank,
+                ..ParallelConfig::default()
+            },
+            planner: PlannerOptions::default(),
+            unique_rank: i64::from(rank),
+            is_deferred: self.policy == "prefill_complete",
+        };
+        let core = PrefillCore::new(identity, TIMEOUTS, self.limits);
+        Rank::new(RankCore::Prefill(Box::new(core)))
+    }
+
+    fn decode(&self, rank: u32) -> Rank {
+        let identity = DecodeIdentity {
+            layout: layout(self.attention, self.decode_tp),
+            register: self.register(rank),
+            allocation_policy: self.policy.to_owned(),
+        };
+        let core = DecodeCore::new(identity, TIMEOUTS, self.limits);
+        Rank::new(RankCore::Decode(Box::new(core)))
+    }
+
+    fn register(&self, rank: u32) -> Register {
+        let layout = layout(self.attention, self.decode_tp);
+        let desc = |tensor: &TensorLayout| MemoryDesc {
+            engine_key: engine_key(rank),
+            size: tensor.bytes.0,
+            ..MemoryDesc::default()
+        };
+        let state = &layout.states[0];
+        Register {
+            endpoint: decode_endpoint(rank),
+            engine: EngineDesc {
+                key: engine_key(rank),
+                ..EngineDesc::default()
+            },
+            kv: layout.kv.tensors.iter().map(desc).collect(),
+            aux: layout.aux.iter().map(desc).collect(),
+            states: vec![
+                state
+                    .tensors
+                    .iter()
+                    .map(|tensor| Some(desc(tensor)))
+                    .collect(),
+            ],
+            gpu_id: 0,
+            tp_size: self.decode_tp,
+            engine_rank: rank,
+            kv_item_len: layout.kv.tensors[0].item_len.0,
+            state_item_lens: vec![vec![state.tensors[0].item_len.0 as u32]],
+            state_dims: vec![Vec::new()],
+            dcp_size: 1,
+            dcp_rank: 0,
+            state_layer_ids: vec![Vec::new()],
+            kv_layer_ids: Vec::new(),
+            release: Release::NEWEST,
+        }
+    }
+
+    fn mapping(&self, decode_rank: u32) -> RankMapping {
+        let prefill = PrefillTopology {
+            attn_tp_size: self.prefill_tp,
+            attn_cp_size: 1,
+            dp_size: 1,
+            pp_size: 1,
+            page_size: None,
+            kv_cache_dtype: None,
+            follow_bootstrap_room: false,
+            enable_dsa_cache_layer_split: false,
+            enable_kv_cache_sharding: false,
+            decode_allocation_policy: self.policy.to_owned(),
+        };
+        let decode = DecodeSide {
+            attn_tp_size: self.decode_tp,
+            engine_rank: decode_rank,
+            attn_cp_size: 1,
+            pp_size: 1,
+            pp_rank: 0,
+            is_mla: self.attention == AttentionKind::Mla,
+            all_cp_ranks: false,
+        };
+        resolve_rank_mapping(&prefill, &decode).expect("sizes that fit")
+    }
+
+    /// What the bootstrap server would lead a decode rank to.
+    fn resolved(&self, decode_rank: u32) -> ResolvedPrefill {
+        let mapping = self.mapping(decode_rank);
+        let is_mla = self.attention == AttentionKind::Mla;
+        let targets = mapping.target_tp_ranks.iter().map(|rank| PrefillTarget {
+            endpoint: prefill_endpoint(*rank),
+            is_dummy: mapping.is_dummy(is_mla, *rank),
+            unique_rank: i64::from(*rank),
+        });
+        ResolvedPrefill {
+            bootstrap: BOOTSTRAP.to_owned(),
+            dp_rank: 0,
+            is_only_dp_rank: true,
+            targets: targets.collect(),
+            mapping,
+            decode_allocation_policy: self.policy.to_owned(),
+        }
+    }
+
+    /// A decode rank's TRANSFER_INFO for pages 4 to 7, state row 2 and aux row 3.
+    fn info(&self, number: u64, decode_rank: u32) -> TransferInfo {
+        TransferInfo {
+            room: room(number),
+            endpoint: decode_endpoint(decode_rank),
+            engine_key: engine_key(decode_rank),
+            kv_indices: vec![4, 5, 6, 7],
+            aux_index: Some(3),
+            state_indices: vec![vec![2]],
+            required_dst_info_num: self.mapping(decode_rank).required_dst_info_num,
+            decode_prefix_len: None,
+        }
+    }
+}
+
+fn dummy(info: TransferInfo) -> TransferInfo {
+    TransferInfo {
+        kv_indices: Vec::new(),
+        aux_index: None,
+        state_indices: Vec::new(),
+        ..info
+    }
+}
+
+fn announcement() -> Announcement {
+    Announcement {
+        kv_indices: vec![4, 5, 6, 7],
+        aux_index_opt: Some(3),
+        state_indices: vec![vec![2]],
+        decode_prefix_len_opt: None,
+    }
+}
+
+fn chunk(pages: impl IntoIterator<Item = i32>, is_last: bool) -> ChunkCommand {
+    ChunkCommand {
+        kv_indices: pages.into_iter().collect(),
+        state_indices: if is_last { vec![vec![1]] } else { Vec::new() },
+        num_kv_tokens_opt: None,
+        is_last,
+    }
+}
+
+fn open(number: u64) -> Event {
+    Event::Open(OpenCommand {
+        room: room(number),
+        bootstrap_opt: Some(BOOTSTRAP.to_owned()),
+        prefill_dp_rank_opt: None,
+        aux_index_opt: Some(0),
+    })
+}
+
+fn abort_message(number: u64, decode_rank: u32, generation: i64) -> ControlMessage {
+    ControlMessage::Abort(Abort {
+        room: room(number),
+        reply_to: Some(decode_endpoint(decode_rank)),
+        generation: Some(generation),
+    })
+}
+
+fn status_message(number: u64, prefill_rank: i64, poll: KvPoll) -> ControlMessage {
+    ControlMessage::Status(Status {
+        room: room(number),
+        poll,
+        prefill_rank,
+        reason: None,
+    })
+}
+
+fn ack_message(number: u64, prefill_rank: i64, generation: i64) -> ControlMessage {
+    ControlMessage::AbortAck(AbortAck {
+        room: room(number),
+        prefill_rank,
+        generation: Some(generation),
+    })
+}
+
+fn bootstrap_message(number: u64, decode_rank: u32) -> ControlMessage {
+    ControlMessage::Bootstrap(Bootstrap {
+        room: room(number),
+        reply_to: decode_endpoint(decode_rank),
+    })
+}
+
+fn moved() -> ComponentOutcome {
+    ComponentOutcome::Moved {
+        bytes: 64,
+        ranges: 1,
+        truncated_items: 0,
+        elapsed: Duration::from_millis(1),
+        transport: "local",
+    }
+}
+
+fn failed(is_quiesced: bool) -> ComponentOutcome {
+    ComponentOutcome::Failed {
+        kind: "io",
+        reason: "the peer reset the connection".to_owned(),
+        is_quiesced,
+        transport: "tcp",
+    }
+}
+
+/// A core and a clock that only the test moves.
+#[derive(Debug)]
+struct Rank {
+    core: RankCore,
+    now: Instant,
+}
+
+impl Rank {
+    fn new(core: RankCore) -> Self {
+        Self {
+            core,
+            now: Instant::now(),
+        }
+    }
+
+    /// An event that must not be refused.
+    #[track_caller]
+    fn event(&mut self, event: Event) -> Done {
+        let reaction = self.core.handle(event, self.now);
+        assert_eq!(reaction.error_opt, None);
+        Done(reaction.effects)
+    }
+
+    /// An event that must be refused; the code, and what was done all the same.
+    #[track_caller]
+    fn refused(&mut self, event: Event) -> (&'static str, Done) {
+        let reaction = self.core.handle(event, self.now);
+        let error = reaction.error_opt.expect("a refusal");
+        (error.code, Done(reaction.effects))
+    }
+
+    #[track_caller]
+    fn message(&mut self, message: ControlMessage) -> Done {
+        self.event(Event::Message(message))
+    }
+
+    #[track_caller]
+    fn report(&mut self, key: &ComponentKey, outcome: ComponentOutcome) -> Done {
+        let key = key.clone();
+        self.event(Event::Component(ComponentReport { key, outcome }))
+    }
+
+    #[track_caller]
+    fn pass(&mut self, time: Duration) -> Done {
+        self.now += time;
+        self.event(Event::Tick)
+    }
+
+    #[track_caller]
+    fn view(&self, number: u64) -> RoomView {
+        self.core.view(room(number)).expect("the room is known")
+    }
+
+    #[track_caller]
+    fn status(&self, number: u64) -> RoomStatus {
+        self.view(number).status
+    }
+
+    #[track_caller]
+    fn reason(&self, number: u64) -> String {
+        self.view(number).reason.expect("a reason")
+    }
+
+    fn is_known(&self, number: u64) -> bool {
+        self.core.view(room(number)).is_some()
+    }
+}
+
+/// What a core wanted done.
+#[derive(Debug, Default)]
+struct Done(Vec<Effect>);
+
+impl Done {
+    fn sent(&self) -> impl Iterator<Item = (&Endpoint, &ControlMessage)> {
+        self.0.iter().filter_map(|effect| match effect {
+            Effect::Send { to, message, .. } => Some((to, message)),
+            _ => None,
+        })
+    }
+
+    fn statuses(&self) -> Vec<(Endpoint, KvPoll)> {
+        let statuses = self.sent().filter_map(|(to, message)| match message {
+            ControlMessage::Status(status) => Some((to.clone(), status.poll)),
+            _ => None,
+        });
+        statuses.collect()
+    }
+
+    /// Acknowledged generations, by decode rank's endpoint.
+    fn acks(&self) -> Vec<(Endpoint, i64)> {
+        let acks = self.sent().filter_map(|(to, message)| match message {
+            ControlMessage::AbortAck(ack) => Some((to.clone(), ack.generation?)),
+            _ => None,
+        });
+        acks.collect()
+    }
+
+    fn kinds(&self) -> Vec<&'static str> {
+        self.sent().map(|(_, message)| message.kind()).collect()
+    }
+
+    fn works(&self) -> Vec<ComponentKey> {
+        self.keys(|effect| match effect {
+            Effect::Work { key, .. } => Some(key),
+            _ => None,
+        })
+    }
+
+    fn starts(&self) -> Vec<ComponentKey> {
+        self.keys(|effect| match effect {
+            Effect::Start { key, .. } => Some(key),
+            _ => None,
+        })
+    }
+
+    fn cancels(&self) -> Vec<ComponentKey> {
+        self.keys(|effect| match effect {
+            Effect::Cancel { key } => Some(key),
+            _ => None,
+        })
+    }
+
+    fn stops(&self) -> Vec<ComponentKey> {
+        self.keys(|effect| match effect {
+            Effect::Stop { key } => Some(key),
+            _ => None,
+        })
+    }
+
+    fn keys(&self, pick: impl Fn(&Effect) -> Option<&ComponentKey>) -> Vec<ComponentKey> {
+        self.0
+            .iter()
+            .filter_map(|effect| pick(effect).cloned())
+            .collect()
+    }
+
+    fn late(&self) -> Vec<&'static str> {
+        let late = self.0.iter().filter_map(|effect| match effect {
+            Effect::Count(Counted::Late { kind }) => Some(*kind),
+            _ => None,
+        });
+        late.collect()
+    }
+
+    fn finished(&self) -> Vec<KvPoll> {
+        let finished = self.0.iter().filter_map(|effect| match effect {
+            Effect::Count(Counted::RoomFinished { poll, .. }) => Some(*poll),
+            _ => None,
+        });
+        finished.collect()
+    }
+
+    /// Whether whoever waits for a room is woken.
+    fn wakes(&self, number: u64) -> bool {
+        self.0.iter().any(
+            |effect| matches!(effect, Effect::Changed { room: changed } if *changed == room(number)),
+        )
+    }
+}
+
+fn components(keys: &[ComponentKey]) -> Vec<ComponentId> {
+    keys.iter().map(|key| key.component).collect()
+}
