@@ -16,7 +16,7 @@ use crate::error::ApiError;
 use crate::rank::core::event::{
     Announcement, Counted, Effect, Event, OpenCommand, PrefillTarget, ResolvedPrefill,
 };
-use crate::rank::core::tombstones::Tombstones;
+use crate::rank::core::tombstones::{Epitaph, Tombstones};
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
 
 /// The policy under which the decode allocates only once the prefill is complete.
@@ -496,7 +496,7 @@ impl DecodeCore {
         let mut effects = Vec::new();
         self.fail(room, "the engine cleared the room", now, &mut effects);
         self.rooms.remove(&room);
-        self.tombstones.lay(room, false, now);
+        self.tombstones.lay(room, Epitaph::Cleared, now);
         effects.push(Effect::Changed { room });
         Ok(effects)
     }
@@ -622,7 +622,7 @@ impl DecodeCore {
             if reason.is_empty() {
                 tracing::warn!(%room, "a room that ended long ago was never cleared; it is forgotten");
                 self.rooms.remove(&room);
-                self.tombstones.lay(room, false, now);
+                self.tombstones.lay(room, Epitaph::Cleared, now);
                 effects.push(Effect::Changed { room });
             } else {
                 let reason = format!("{reason} within {} s", limit.as_secs());

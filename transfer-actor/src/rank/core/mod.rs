@@ -24,7 +24,7 @@ use crate::error::ApiError;
 pub use decode::{DecodeCore, DecodeIdentity};
 pub use event::*;
 pub use prefill::{PeerSummary, PrefillCore, PrefillIdentity};
-pub use tombstones::Tombstones;
+pub use tombstones::{Epitaph, Tombstones};
 
 /// How long a room may stay in each state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -20,7 +20,7 @@ use crate::rank::core::event::{
     ChunkCommand, ComponentOutcome, ComponentReport, Counted, Effect, Event, OpenCommand, PeerLink,
 };
 use crate::rank::core::prefill_room::{PrefillRoom, Target};
-use crate::rank::core::tombstones::Tombstones;
+use crate::rank::core::tombstones::{Epitaph, Tombstones};
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
 
 /// Why a room fails at its opening.
@@ -264,7 +264,7 @@ impl PrefillCore {
     fn keep_early(&mut self, info: TransferInfo, now: Instant) -> Vec<Effect> {
         let room = info.room;
         let mut effects = Vec::new();
-        if self.tombstones.contains(room) {
+        if self.tombstones.get(room).is_some() {
             // Early metadata of the next use cannot be told from late metadata of the last.
             effects.push(late("transfer_info"));
         }
@@ -331,9 +331,9 @@ impl PrefillCore {
         debug_assert!(!failed_before, "a new room has not failed");
         self.rooms.insert(room, state);
         let mut effects = vec![Effect::Changed { room }];
-        let was_aborted = self.tombstones.lift(room);
+        let was_given_up = self.tombstones.lift(room) == Some(Epitaph::GivenUp);
         let Some(early) = self.early.remove(&room) else {
-            if was_aborted {
+            if was_given_up {
                 self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
             }
             return Ok(effects);
@@ -522,10 +522,14 @@ impl PrefillCore {
             early.given_up.push(abort.reply_to.clone());
         }
         let Some(state) = self.rooms.get_mut(&room) else {
-            if self.tombstones.contains(room) && !is_early {
-                effects.push(late("abort"));
-            } else if !is_early {
-                self.tombstones.lay(room, true, now);
+            let epitaph_opt = self.tombstones.get(room);
+            match epitaph_opt {
+                _ if is_early => {}
+                Some(_) => effects.push(late("abort")),
+                None => self.tombstones.lay(room, Epitaph::GivenUp, now),
+            }
+            if epitaph_opt == Some(Epitaph::Poisoned) {
+                return effects;
             }
             // Nothing is being written for a room that is not open.
             effects.extend(asker.map(|(to, generation)| self.ack(room, to, generation)));
@@ -684,8 +688,13 @@ impl PrefillCore {
         }
         if state.is_cleared {
             state.stop(effects);
+            let epitaph = if state.is_poisoned {
+                Epitaph::Poisoned
+            } else {
+                Epitaph::Cleared
+            };
             self.rooms.remove(&room);
-            self.tombstones.lay(room, false, now);
+            self.tombstones.lay(room, epitaph, now);
         }
     }
 

@@ -5,6 +5,17 @@ use std::time::{Duration, Instant};
 
 use common::ids::Room;
 
+/// What is known of a room that is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Epitaph {
+    /// It was cleared, and nothing is written for it any more.
+    Cleared,
+    /// Its peer gave it up before it was known here.
+    GivenUp,
+    /// It was cleared, and nobody has proved that its last writes have stopped.
+    Poisoned,
+}
+
 /// Rooms that were cleared, or aborted before they were known.
 #[derive(Debug)]
 pub struct Tombstones {
@@ -17,8 +28,7 @@ pub struct Tombstones {
 #[derive(Clone, Copy, Debug)]
 struct Tombstone {
     laid: Instant,
-    /// Whether the peer gave the room up before it was known here.
-    was_aborted: bool,
+    epitaph: Epitaph,
 }
 
 impl Tombstones {
@@ -33,14 +43,8 @@ impl Tombstones {
     }
 
     /// Remembers a room. The oldest is forgotten when there is no space.
-    pub fn lay(&mut self, room: Room, was_aborted: bool, now: Instant) {
-        self.rooms.insert(
-            room,
-            Tombstone {
-                laid: now,
-                was_aborted,
-            },
-        );
+    pub fn lay(&mut self, room: Room, epitaph: Epitaph, now: Instant) {
+        self.rooms.insert(room, Tombstone { laid: now, epitaph });
         self.order.push_back((now, room));
         if self.order.len() > self.capacity.saturating_mul(2) {
             // Rooms that were lifted leave their place in the order behind.
@@ -55,16 +59,14 @@ impl Tombstones {
         }
     }
 
-    /// Whether a room is remembered.
-    pub fn contains(&self, room: Room) -> bool {
-        self.rooms.contains_key(&room)
+    /// What is remembered of a room.
+    pub fn get(&self, room: Room) -> Option<Epitaph> {
+        self.rooms.get(&room).map(|tombstone| tombstone.epitaph)
     }
 
-    /// Forgets a room that is opened again; whether the peer had given it up unseen.
-    pub fn lift(&mut self, room: Room) -> bool {
-        self.rooms
-            .remove(&room)
-            .is_some_and(|tombstone| tombstone.was_aborted)
+    /// Forgets a room that is opened again; what was remembered of it.
+    pub fn lift(&mut self, room: Room) -> Option<Epitaph> {
+        self.rooms.remove(&room).map(|tombstone| tombstone.epitaph)
     }
 
     /// Forgets what is too old.
@@ -112,18 +114,22 @@ mod tests {
         let room = |number| Room::new(number).expect("a room");
         let mut tombstones = Tombstones::new(3, Duration::from_secs(10));
         for number in 0..5 {
-            tombstones.lay(room(number), false, begin + Duration::from_secs(number));
+            tombstones.lay(
+                room(number),
+                Epitaph::Cleared,
+                begin + Duration::from_secs(number),
+            );
         }
         assert_eq!(tombstones.len(), 3);
-        assert!(!tombstones.contains(room(1)) && tombstones.contains(room(2)));
-        tombstones.lay(room(2), true, begin + Duration::from_secs(9));
+        assert!(tombstones.get(room(1)).is_none() && tombstones.get(room(2)).is_some());
+        tombstones.lay(room(2), Epitaph::GivenUp, begin + Duration::from_secs(9));
         tombstones.expire(begin + Duration::from_secs(14));
         assert_eq!(
             tombstones.len(),
             1,
             "only the one that was laid again is young enough"
         );
-        assert!(tombstones.lift(room(2)));
+        assert_eq!(tombstones.lift(room(2)), Some(Epitaph::GivenUp));
         assert!(tombstones.is_empty());
     }
 
@@ -133,7 +139,7 @@ mod tests {
         let room = Room::new(1).expect("a room");
         let mut tombstones = Tombstones::new(3, Duration::from_secs(10));
         for count in 0..100 {
-            tombstones.lay(room, false, begin + Duration::from_millis(count));
+            tombstones.lay(room, Epitaph::Cleared, begin + Duration::from_millis(count));
             tombstones.lift(room);
             assert!(tombstones.order.len() <= 6);
         }

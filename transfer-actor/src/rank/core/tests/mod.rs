@@ -1,8 +1,11 @@
 //! Whole lifetimes of rooms, without sockets, threads or waiting.
 
 mod decode;
+mod network;
+mod network_rules;
 mod prefill;
 mod prefill_end;
+mod properties;
 
 use std::time::{Duration, Instant};
 

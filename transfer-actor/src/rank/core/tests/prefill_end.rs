@@ -138,6 +138,7 @@ fn a_write_that_may_still_run_poisons_the_room() {
             acks.extend(rank.report(&works[0], end.clone()).acks());
             acks.extend(abort_of_7(&mut rank).acks());
             acks.extend(clear_7(&mut rank).acks());
+            acks.extend(abort_of_7(&mut rank).acks());
             assert_eq!(acks, [], "{end:?}, abort first: {abort_first}");
             assert_eq!(rank.core.pending_work(), 0);
             assert!(!rank.is_known(7));
