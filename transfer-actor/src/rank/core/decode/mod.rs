@@ -1,29 +1,27 @@
 //! The rules of a decode rank.
 
+mod end;
+mod message;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use common::ids::{Endpoint, Generation, Room};
 use common::room::advance;
 use common::schema::RankLayout;
-use common::wire::{
-    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, KvPoll, Register, Status, TransferInfo,
-};
+use common::wire::{Bootstrap, ControlMessage, KvPoll, Register, TransferInfo};
 
 use crate::api::RoomView;
 use crate::error::ApiError;
 use crate::rank::core::event::{
     Announcement, Counted, Effect, Event, OpenCommand, PrefillTarget, ResolvedPrefill,
 };
-use crate::rank::core::tombstones::{Epitaph, Tombstones};
+use crate::rank::core::tombstones::Tombstones;
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
 
 /// The policy under which the decode allocates only once the prefill is complete.
 pub(crate) const PREFILL_COMPLETE: &str = "prefill_complete";
-
-/// Time for the sends to a remembered prefill to fail at all of its ranks, once one has failed.
-const UNREACHED_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What a decode core knows of its own rank.
 #[derive(Clone, Debug)]
@@ -374,271 +372,6 @@ impl DecodeCore {
                 about_opt: Some((room, state.generation)),
             });
         }
-    }
-
-    fn message(&mut self, message: ControlMessage, now: Instant) -> Vec<Effect> {
-        match message {
-            ControlMessage::Status(status) => self.status(status, now),
-            ControlMessage::AbortAck(ack) => self.abort_ack(&ack),
-            ControlMessage::AuxData(aux) => self.aux_data(aux),
-            // A prefill's messages come to decode ranks only; the others are nobody's.
-            other => vec![late(other.kind())],
-        }
-    }
-
-    fn status(&mut self, status: Status, now: Instant) -> Vec<Effect> {
-        let mut effects = Vec::new();
-        let room = status.room;
-        let Some(state) = self
-            .rooms
-            .get_mut(&room)
-            .filter(|state| !state.poll.is_terminal())
-        else {
-            return vec![late("status")];
-        };
-        let Some(target) = state.target(status.prefill_rank) else {
-            // A rank that was not asked; perhaps of an older engine behind the same address.
-            return vec![late("status")];
-        };
-        let (endpoint, is_dummy) = (target.endpoint.clone(), target.is_dummy);
-        state.touched = now;
-        match status.poll {
-            KvPoll::Failed => {
-                // It may have restarted at its address and know nobody; registering twice does no
-                // harm.
-                self.registered.remove(&endpoint);
-                let reason = status
-                    .reason
-                    .unwrap_or_else(|| "no reason given".to_owned());
-                let reason = format!("prefill rank {}: {reason}", status.prefill_rank);
-                self.fail(room, &reason, now, &mut effects);
-            }
-            // Nothing can move before it is known where to.
-            KvPoll::Success | KvPoll::Transferring if !state.is_published => {
-                effects.push(late("status"));
-            }
-            // 0.5.23 may take a dummy for real, and then says so before any byte has moved.
-            KvPoll::Success if is_dummy => effects.push(late("status")),
-            KvPoll::Success => {
-                state.successes.insert(status.prefill_rank);
-                let required = state.prefill_opt.as_ref().map_or(u32::MAX, |prefill| {
-                    prefill.mapping.required_prefill_response_num
-                });
-                if state.successes.len() >= required as usize {
-                    state.advance(room, KvPoll::Success, &mut effects);
-                    let elapsed = now.duration_since(state.opened);
-                    effects.push(Effect::Count(Counted::RoomFinished {
-                        poll: KvPoll::Success,
-                        elapsed,
-                    }));
-                } else {
-                    state.advance(room, KvPoll::Transferring, &mut effects);
-                }
-            }
-            poll => {
-                state.advance(room, poll, &mut effects);
-                self.publish(room, now, &mut effects);
-            }
-        }
-        effects
-    }
-
-    fn abort_ack(&mut self, ack: &AbortAck) -> Vec<Effect> {
-        let room = ack.room;
-        let Some(state) = self
-            .rooms
-            .get_mut(&room)
-            .filter(|state| state.is_abort_sent)
-        else {
-            return vec![late("abort_ack")];
-        };
-        // Without a generation it may answer an older abort of the same number.
-        let is_ours = ack.generation == i64::try_from(state.generation.get()).ok();
-        if !is_ours || state.target(ack.prefill_rank).is_none() {
-            return vec![late("abort_ack")];
-        }
-        state.acknowledged.insert(ack.prefill_rank);
-        vec![Effect::Changed { room }]
-    }
-
-    fn aux_data(&mut self, aux: AuxData) -> Vec<Effect> {
-        let state = self
-            .rooms
-            .get(&aux.room)
-            .filter(|state| !state.poll.is_terminal() && state.is_published);
-        let expected = state
-            .and_then(|state| state.announcement_opt.as_ref())
-            .is_some_and(|announcement| announcement.aux_index_opt == Some(aux.aux_index));
-        if !expected {
-            return vec![late("aux_data")];
-        }
-        vec![Effect::WriteAux {
-            room: aux.room,
-            buffer_index: aux.buffer_index,
-            row: aux.aux_index,
-            data: aux.data,
-        }]
-    }
-
-    fn abort(&mut self, room: Room, reason: &str, now: Instant) -> Result<Vec<Effect>, ApiError> {
-        if !self.rooms.contains_key(&room) {
-            return Err(unknown_room(room));
-        }
-        let mut effects = Vec::new();
-        self.fail(room, reason, now, &mut effects);
-        Ok(effects)
-    }
-
-    fn clear(&mut self, room: Room, now: Instant) -> Result<Vec<Effect>, ApiError> {
-        if !self.rooms.contains_key(&room) {
-            return Err(unknown_room(room));
-        }
-        let mut effects = Vec::new();
-        self.fail(room, "the engine cleared the room", now, &mut effects);
-        self.rooms.remove(&room);
-        self.tombstones.lay(room, Epitaph::Cleared, now);
-        effects.push(Effect::Changed { room });
-        Ok(effects)
-    }
-
-    /// Fails a room that has not ended. Every prefill rank that may be writing is asked to stop and
-    /// to say so, whoever failed first.
-    fn fail(&mut self, room: Room, reason: &str, now: Instant, effects: &mut Vec<Effect>) {
-        let Some(state) = self
-            .rooms
-            .get_mut(&room)
-            .filter(|state| !state.poll.is_terminal())
-        else {
-            return;
-        };
-        state.reason_opt.get_or_insert_with(|| reason.to_owned());
-        state.advance(room, KvPoll::Failed, effects);
-        state.touched = now;
-        let elapsed = now.duration_since(state.opened);
-        effects.push(Effect::Count(Counted::RoomFinished {
-            poll: KvPoll::Failed,
-            elapsed,
-        }));
-        let Some(prefill) = &state.prefill_opt else {
-            return;
-        };
-        state.is_abort_sent = true;
-        for target in &prefill.targets {
-            effects.push(Effect::Send {
-                to: target.endpoint.clone(),
-                message: ControlMessage::Abort(Abort {
-                    room,
-                    reply_to: Some(self.identity.register.endpoint.clone()),
-                    generation: i64::try_from(state.generation.get()).ok(),
-                }),
-                about_opt: None,
-            });
-        }
-    }
-
-    fn send_failed(
-        &mut self,
-        to: &Endpoint,
-        about_opt: Option<(Room, Generation)>,
-        kind: &'static str,
-        reason: &str,
-        now: Instant,
-    ) -> Vec<Effect> {
-        // What is known of this prefill may be old: it is asked for again by the next room.
-        self.registered.remove(to);
-        self.prefills
-            .retain(|_, prefill| !prefill.targets.iter().any(|target| target.endpoint == *to));
-        let mut effects = Vec::new();
-        let Some((room, generation)) = about_opt else {
-            return effects;
-        };
-        let state = self
-            .rooms
-            .get_mut(&room)
-            .filter(|state| state.generation == generation && !state.poll.is_terminal());
-        let Some(state) = state else {
-            return effects;
-        };
-        let prefill = state.prefill_opt.as_ref();
-        let is_its_own = |target: &PrefillTarget| target.endpoint == *to;
-        if !prefill.is_some_and(|prefill| prefill.targets.iter().any(is_its_own)) {
-            // An address that the room has given up.
-            return effects;
-        }
-        let reason = format!("prefill rank {to} cannot be reached ({kind}): {reason}");
-        if !state.is_remembered {
-            self.fail(room, &reason, now, &mut effects);
-            return effects;
-        }
-        // The prefill may have been replaced since. Only when no rank of it can have heard of the
-        // room is it safe to name the same pages to others.
-        state.touched = now;
-        state.unreached.entry(to.clone()).or_insert(reason);
-        let is_unreached = |target: &PrefillTarget| state.unreached.contains_key(&target.endpoint);
-        if prefill.is_some_and(|prefill| prefill.targets.iter().all(is_unreached)) {
-            tracing::info!(%room, %to, "a remembered prefill is gone; its bootstrap server is asked again");
-            state.is_remembered = false;
-            state.prefill_opt = None;
-            state.is_published = false;
-            state.unreached.clear();
-            let (bootstrap, dp_rank_opt) = state.asked.clone();
-            effects.push(Effect::Resolve {
-                room,
-                generation,
-                bootstrap,
-                dp_rank_opt,
-            });
-        }
-        effects
-    }
-
-    fn tick(&mut self, now: Instant) -> Vec<Effect> {
-        let mut effects = Vec::new();
-        self.tombstones.expire(now);
-        let unreached = self.rooms.iter().filter_map(|(room, state)| {
-            let reason = state.unreached.values().next()?;
-            let is_due = now.duration_since(state.touched) >= UNREACHED_TIMEOUT;
-            is_due.then(|| (*room, reason.clone()))
-        });
-        for (room, reason) in unreached.collect::<Vec<_>>() {
-            self.fail(room, &reason, now, &mut effects);
-        }
-        let timeouts = self.timeouts;
-        let overdue = self.rooms.iter().filter_map(|(room, state)| {
-            let (limit, reason) = match state.poll {
-                KvPoll::Bootstrapping => (timeouts.bootstrap, "the prefill side was not ready"),
-                KvPoll::WaitingForInput if !state.is_published => {
-                    (timeouts.waiting, "the engine did not announce the room")
-                }
-                KvPoll::WaitingForInput | KvPoll::Transferring => {
-                    (timeouts.waiting, "the prefill side did not finish")
-                }
-                KvPoll::Failed | KvPoll::Success => (timeouts.retention, ""),
-            };
-            (now.duration_since(state.touched) >= limit).then_some((*room, limit, reason))
-        });
-        let overdue: Vec<_> = overdue.collect();
-        for (room, limit, reason) in overdue {
-            if reason.is_empty() {
-                tracing::warn!(%room, "a room that ended long ago was never cleared; it is forgotten");
-                self.rooms.remove(&room);
-                self.tombstones.lay(room, Epitaph::Cleared, now);
-                effects.push(Effect::Changed { room });
-            } else {
-                let reason = format!("{reason} within {} s", limit.as_secs());
-                self.fail(room, &reason, now, &mut effects);
-            }
-        }
-        effects
-    }
-
-    fn shutdown(&mut self, reason: &str, now: Instant) -> Vec<Effect> {
-        let mut effects = Vec::new();
-        let rooms: Vec<Room> = self.rooms.keys().copied().collect();
-        for room in rooms {
-            self.fail(room, reason, now, &mut effects);
-        }
-        effects
     }
 
     fn is_current(&self, room: Room, generation: Generation) -> bool {

@@ -1,5 +1,8 @@
 //! The shell around the core: mailbox, clock, sockets, sessions and children.
 
+mod count;
+mod handlers;
+
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,17 +18,14 @@ use crate::api::{RoomStatus, RoomView};
 use crate::component::{ComponentActor, SharedSession};
 use crate::control::Outboxes;
 use crate::error::ApiError;
-use crate::messages::{
-    CancelWork, DoWork, Handle, Inbound, Malformed, Observe, Report, StopComponent, StopRank,
-    WaitFor,
-};
+use crate::messages::{CancelWork, DoWork, StopComponent};
 use crate::metrics::TransferMetrics;
 use crate::rank::core::{
-    ComponentKey, ComponentOutcome, ComponentReport, Counted, Effect, Event, PeerLink, RankCore,
+    ComponentKey, ComponentOutcome, ComponentReport, Effect, Event, PeerLink, RankCore,
     unknown_room,
 };
 use crate::rank::start::{Resolver, publish_registration};
-use crate::rank::{RankBuffers, RankConfig, RankSnapshot, SessionSummary};
+use crate::rank::{RankBuffers, RankConfig, SessionSummary};
 
 /// How often timeouts are looked at.
 const TICK: Duration = Duration::from_millis(250);
@@ -343,132 +343,6 @@ impl RankActor {
         }
     }
 
-    fn count(&self, counted: &Counted) {
-        let role = self.role();
-        match counted {
-            Counted::RoomFinished { poll, elapsed } => {
-                self.metrics
-                    .rooms_finished
-                    .with_label_values(&[role, poll.name()])
-                    .inc();
-                let seconds = self
-                    .metrics
-                    .room_seconds
-                    .with_label_values(&[role, poll.name()]);
-                seconds.observe(elapsed.as_secs_f64());
-            }
-            Counted::RoomBegan { elapsed } => {
-                let seconds = self
-                    .metrics
-                    .room_bootstrap_seconds
-                    .with_label_values(&[role]);
-                seconds.observe(elapsed.as_secs_f64());
-            }
-            Counted::Late { kind } => {
-                self.metrics
-                    .late_messages
-                    .with_label_values(&[role, kind])
-                    .inc();
-            }
-        }
-    }
-
-    /// One event for each piece of work: bytes, time, transport, outcome.
-    fn count_component(&self, report: &ComponentReport) {
-        let component = self.buffers.layout.component_label(report.key.component);
-        let role = self.role();
-        match &report.outcome {
-            ComponentOutcome::Moved {
-                bytes,
-                ranges,
-                truncated_items,
-                elapsed,
-                transport,
-            } => {
-                let labels = [component, *transport, role];
-                self.metrics.bytes.with_label_values(&labels).inc_by(*bytes);
-                self.metrics
-                    .ranges
-                    .with_label_values(&labels)
-                    .inc_by(*ranges);
-                let labels = [component, *transport, role, "success"];
-                self.metrics.operations.with_label_values(&labels).inc();
-                self.metrics
-                    .seconds
-                    .with_label_values(&labels)
-                    .observe(elapsed.as_secs_f64());
-                if *truncated_items > 0 {
-                    let counter = self.metrics.truncated_items.with_label_values(&[component]);
-                    counter.inc_by(*truncated_items);
-                    tracing::warn!(
-                        room = %report.key.room, component, truncated_items,
-                        "the two sides' index lists differ in length; their common prefix was moved"
-                    );
-                }
-            }
-            ComponentOutcome::Failed {
-                kind,
-                reason,
-                transport,
-                ..
-            } => {
-                let outcome = if *kind == "cancelled" {
-                    "aborted"
-                } else {
-                    "failed"
-                };
-                let labels = [component, *transport, role, outcome];
-                self.metrics.operations.with_label_values(&labels).inc();
-                if outcome == "failed" {
-                    let labels = [component, *transport, role, *kind];
-                    self.metrics.failures.with_label_values(&labels).inc();
-                    let (room, endpoint) = (report.key.room, &report.key.endpoint);
-                    tracing::warn!(%room, %endpoint, component, transport, reason, "a transfer failed");
-                }
-            }
-            ComponentOutcome::Died { .. } => {}
-        }
-    }
-
-    /// Gauges are sums over the ranks of a process, so each rank adds its differences.
-    fn update_gauges(&mut self) {
-        let role = self.role();
-        let census = self.core.census().by_status;
-        for ((poll, now), before) in KvPoll::ALL.into_iter().zip(census).zip(self.last_census) {
-            let gauge = self.metrics.rooms.with_label_values(&[role, poll.name()]);
-            gauge.add(now as i64 - before as i64);
-        }
-        self.last_census = census;
-        let mut sessions = [0; TransportKind::ALL.len()];
-        for session in self.sessions.values() {
-            let Some(Ok(session)) = session.peek() else {
-                continue;
-            };
-            let position = TransportKind::ALL
-                .iter()
-                .position(|kind| *kind == session.transport());
-            if let Some(count) = position.and_then(|position| sessions.get_mut(position)) {
-                *count += i64::from(session.is_alive());
-            }
-        }
-        self.publish_sessions(sessions);
-    }
-
-    fn publish_sessions(&mut self, sessions: [i64; TransportKind::ALL.len()]) {
-        let role = self.role();
-        for ((kind, now), before) in TransportKind::ALL
-            .into_iter()
-            .zip(sessions)
-            .zip(self.last_sessions)
-        {
-            self.metrics
-                .peers
-                .with_label_values(&[role, kind.name()])
-                .add(now - before);
-        }
-        self.last_sessions = sessions;
-    }
-
     fn open_sessions(&self) -> Vec<SessionSummary> {
         let mut open: Vec<SessionSummary> = self
             .sessions
@@ -524,130 +398,9 @@ impl Actor for RankActor {
     }
 }
 
-impl Handler<Handle> for RankActor {
-    type Result = Result<Option<RoomView>, ApiError>;
-
-    fn handle(
-        &mut self,
-        Handle(event, about_opt): Handle,
-        context: &mut Context<Self>,
-    ) -> Self::Result {
-        self.apply(event, context)?;
-        Ok(about_opt.and_then(|room| self.core.view(room)))
-    }
-}
-
-impl Handler<Inbound> for RankActor {
-    type Result = ();
-
-    fn handle(&mut self, inbound: Inbound, context: &mut Context<Self>) {
-        let labels = [self.role(), inbound.message.kind(), "received"];
-        self.metrics
-            .control_messages
-            .with_label_values(&labels)
-            .inc();
-        if inbound.ignored_frames > 0 {
-            let ignored = self
-                .metrics
-                .ignored_frames
-                .with_label_values(&[self.role()]);
-            ignored.inc_by(inbound.ignored_frames as u64);
-        }
-        self.apply_quietly(Event::Message(inbound.message), context);
-    }
-}
-
-impl Handler<Malformed> for RankActor {
-    type Result = ();
-
-    fn handle(&mut self, malformed: Malformed, _: &mut Context<Self>) {
-        let Malformed { kind, error, peer } = malformed;
-        self.metrics
-            .malformed
-            .with_label_values(&[self.role(), kind])
-            .inc();
-        tracing::warn!(%peer, kind, reason = error.kind(), %error, "a control message was dropped");
-    }
-}
-
-impl Handler<WaitFor> for RankActor {
-    type Result = ResponseFuture<Result<RoomView, ApiError>>;
-
-    fn handle(&mut self, wait: WaitFor, _: &mut Context<Self>) -> Self::Result {
-        let Some(view) = self.core.view(wait.room) else {
-            return Box::pin(std::future::ready(Err(unknown_room(wait.room))));
-        };
-        let wanted = wait.wanted_opt.unwrap_or(view.status);
-        if is_reached(&view, wanted) {
-            return Box::pin(std::future::ready(Ok(view)));
-        }
-        let (answer, answered) = tokio::sync::oneshot::channel();
-        let deadline = Instant::now() + wait.timeout;
-        self.waiters.entry(wait.room).or_default().push(Waiter {
-            wanted,
-            deadline,
-            answer,
-        });
-        let room = wait.room;
-        Box::pin(async move { answered.await.unwrap_or_else(|_| Err(unknown_room(room))) })
-    }
-}
-
-impl Handler<Observe> for RankActor {
-    type Result = MessageResult<Observe>;
-
-    fn handle(&mut self, _: Observe, _: &mut Context<Self>) -> Self::Result {
-        let (peers, registered_with) = match &self.core {
-            RankCore::Prefill(core) => (core.peers(), Vec::new()),
-            RankCore::Decode(core) => (Vec::new(), core.registered()),
-        };
-        MessageResult(RankSnapshot {
-            role: self.config.role,
-            engine_key: self.engine.desc().key,
-            control: self.control.to_string(),
-            rooms: self.core.census(),
-            peers,
-            registered_with,
-            sessions: self.open_sessions(),
-            components: self.components.len(),
-        })
-    }
-}
-
-impl Handler<Report> for RankActor {
-    type Result = ();
-
-    fn handle(&mut self, Report(report): Report, context: &mut Context<Self>) {
-        if let ComponentOutcome::Died { panicked } = report.outcome {
-            if panicked {
-                let component = self.buffers.layout.component_label(report.key.component);
-                self.metrics
-                    .component_panics
-                    .with_label_values(&[component])
-                    .inc();
-                tracing::error!(room = %report.key.room, component, "a component actor panicked");
-            }
-            return self.component_died(report.key, panicked, context);
-        }
-        self.count_component(&report);
-        self.apply_quietly(Event::Component(report), context);
-    }
-}
-
-impl Handler<StopRank> for RankActor {
-    type Result = ResponseFuture<()>;
-
-    fn handle(&mut self, StopRank(reason): StopRank, context: &mut Context<Self>) -> Self::Result {
-        self.apply_quietly(Event::Shutdown { reason }, context);
-        let (done, is_done) = tokio::sync::oneshot::channel();
-        self.drain(Instant::now() + DRAIN_TIMEOUT, done, context);
-        Box::pin(is_done.map(|_| ()))
-    }
-}
-
 impl RankActor {
     /// Ends the actor once nothing is being written and nothing is being sent, or time is up.
-    fn drain(
+    pub(super) fn drain(
         &mut self,
         deadline: Instant,
         done: tokio::sync::oneshot::Sender<()>,
@@ -668,7 +421,7 @@ impl RankActor {
         }
         for waiter in std::mem::take(&mut self.waiters).into_values().flatten() {
             // A waiter that has gone is told nothing.
-            let _ = waiter.answer.send(Err(super::rank_gone()));
+            let _ = waiter.answer.send(Err(crate::rank::rank_gone()));
         }
         self.update_gauges();
         let _ = done.send(());

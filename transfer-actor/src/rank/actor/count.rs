@@ -1,0 +1,135 @@
+//! What a rank counts: its rooms, its transfers, its sessions.
+
+use common::wire::KvPoll;
+use io_engine::TransportKind;
+
+use crate::rank::actor::RankActor;
+use crate::rank::core::{ComponentOutcome, ComponentReport, Counted};
+
+impl RankActor {
+    pub(super) fn count(&self, counted: &Counted) {
+        let role = self.role();
+        match counted {
+            Counted::RoomFinished { poll, elapsed } => {
+                self.metrics
+                    .rooms_finished
+                    .with_label_values(&[role, poll.name()])
+                    .inc();
+                let seconds = self
+                    .metrics
+                    .room_seconds
+                    .with_label_values(&[role, poll.name()]);
+                seconds.observe(elapsed.as_secs_f64());
+            }
+            Counted::RoomBegan { elapsed } => {
+                let seconds = self
+                    .metrics
+                    .room_bootstrap_seconds
+                    .with_label_values(&[role]);
+                seconds.observe(elapsed.as_secs_f64());
+            }
+            Counted::Late { kind } => {
+                self.metrics
+                    .late_messages
+                    .with_label_values(&[role, kind])
+                    .inc();
+            }
+        }
+    }
+
+    /// One event for each piece of work: bytes, time, transport, outcome.
+    pub(super) fn count_component(&self, report: &ComponentReport) {
+        let component = self.buffers.layout.component_label(report.key.component);
+        let role = self.role();
+        match &report.outcome {
+            ComponentOutcome::Moved {
+                bytes,
+                ranges,
+                truncated_items,
+                elapsed,
+                transport,
+            } => {
+                let labels = [component, *transport, role];
+                self.metrics.bytes.with_label_values(&labels).inc_by(*bytes);
+                self.metrics
+                    .ranges
+                    .with_label_values(&labels)
+                    .inc_by(*ranges);
+                let labels = [component, *transport, role, "success"];
+                self.metrics.operations.with_label_values(&labels).inc();
+                self.metrics
+                    .seconds
+                    .with_label_values(&labels)
+                    .observe(elapsed.as_secs_f64());
+                if *truncated_items > 0 {
+                    let counter = self.metrics.truncated_items.with_label_values(&[component]);
+                    counter.inc_by(*truncated_items);
+                    tracing::warn!(
+                        room = %report.key.room, component, truncated_items,
+                        "the two sides' index lists differ in length; their common prefix was moved"
+                    );
+                }
+            }
+            ComponentOutcome::Failed {
+                kind,
+                reason,
+                transport,
+                ..
+            } => {
+                let outcome = if *kind == "cancelled" {
+                    "aborted"
+                } else {
+                    "failed"
+                };
+                let labels = [component, *transport, role, outcome];
+                self.metrics.operations.with_label_values(&labels).inc();
+                if outcome == "failed" {
+                    let labels = [component, *transport, role, *kind];
+                    self.metrics.failures.with_label_values(&labels).inc();
+                    let (room, endpoint) = (report.key.room, &report.key.endpoint);
+                    tracing::warn!(%room, %endpoint, component, transport, reason, "a transfer failed");
+                }
+            }
+            ComponentOutcome::Died { .. } => {}
+        }
+    }
+
+    /// Gauges are sums over the ranks of a process, so each rank adds its differences.
+    pub(super) fn update_gauges(&mut self) {
+        let role = self.role();
+        let census = self.core.census().by_status;
+        for ((poll, now), before) in KvPoll::ALL.into_iter().zip(census).zip(self.last_census) {
+            let gauge = self.metrics.rooms.with_label_values(&[role, poll.name()]);
+            gauge.add(now as i64 - before as i64);
+        }
+        self.last_census = census;
+        let mut sessions = [0; TransportKind::ALL.len()];
+        for session in self.sessions.values() {
+            let Some(Ok(session)) = session.peek() else {
+                continue;
+            };
+            let position = TransportKind::ALL
+                .iter()
+                .position(|kind| *kind == session.transport());
+            if let Some(count) = position.and_then(|position| sessions.get_mut(position)) {
+                *count += i64::from(session.is_alive());
+            }
+        }
+        self.publish_sessions(sessions);
+    }
+
+    pub(super) fn publish_sessions(&mut self, sessions: [i64; TransportKind::ALL.len()]) {
+        let role = self.role();
+        for ((kind, now), before) in TransportKind::ALL
+            .into_iter()
+            .zip(sessions)
+            .zip(self.last_sessions)
+        {
+            self.metrics
+                .peers
+                .with_label_values(&[role, kind.name()])
+                .add(now - before);
+        }
+        self.last_sessions = sessions;
+    }
+}

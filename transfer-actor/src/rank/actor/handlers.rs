@@ -1,0 +1,134 @@
+//! What other actors, sockets and engines ask of a rank.
+
+use std::time::Instant;
+
+use actix::prelude::*;
+use futures::FutureExt;
+
+use crate::api::RoomView;
+use crate::error::ApiError;
+use crate::messages::{Handle, Inbound, Malformed, Observe, Report, StopRank, WaitFor};
+use crate::rank::RankSnapshot;
+use crate::rank::actor::{DRAIN_TIMEOUT, RankActor, Waiter, is_reached};
+use crate::rank::core::{ComponentOutcome, Event, RankCore, unknown_room};
+
+impl Handler<Handle> for RankActor {
+    type Result = Result<Option<RoomView>, ApiError>;
+
+    fn handle(
+        &mut self,
+        Handle(event, about_opt): Handle,
+        context: &mut Context<Self>,
+    ) -> Self::Result {
+        self.apply(event, context)?;
+        Ok(about_opt.and_then(|room| self.core.view(room)))
+    }
+}
+
+impl Handler<Inbound> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, inbound: Inbound, context: &mut Context<Self>) {
+        let labels = [self.role(), inbound.message.kind(), "received"];
+        self.metrics
+            .control_messages
+            .with_label_values(&labels)
+            .inc();
+        if inbound.ignored_frames > 0 {
+            let ignored = self
+                .metrics
+                .ignored_frames
+                .with_label_values(&[self.role()]);
+            ignored.inc_by(inbound.ignored_frames as u64);
+        }
+        self.apply_quietly(Event::Message(inbound.message), context);
+    }
+}
+
+impl Handler<Malformed> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, malformed: Malformed, _: &mut Context<Self>) {
+        let Malformed { kind, error, peer } = malformed;
+        self.metrics
+            .malformed
+            .with_label_values(&[self.role(), kind])
+            .inc();
+        tracing::warn!(%peer, kind, reason = error.kind(), %error, "a control message was dropped");
+    }
+}
+
+impl Handler<WaitFor> for RankActor {
+    type Result = ResponseFuture<Result<RoomView, ApiError>>;
+
+    fn handle(&mut self, wait: WaitFor, _: &mut Context<Self>) -> Self::Result {
+        let Some(view) = self.core.view(wait.room) else {
+            return Box::pin(std::future::ready(Err(unknown_room(wait.room))));
+        };
+        let wanted = wait.wanted_opt.unwrap_or(view.status);
+        if is_reached(&view, wanted) {
+            return Box::pin(std::future::ready(Ok(view)));
+        }
+        let (answer, answered) = tokio::sync::oneshot::channel();
+        let deadline = Instant::now() + wait.timeout;
+        self.waiters.entry(wait.room).or_default().push(Waiter {
+            wanted,
+            deadline,
+            answer,
+        });
+        let room = wait.room;
+        Box::pin(async move { answered.await.unwrap_or_else(|_| Err(unknown_room(room))) })
+    }
+}
+
+impl Handler<Observe> for RankActor {
+    type Result = MessageResult<Observe>;
+
+    fn handle(&mut self, _: Observe, _: &mut Context<Self>) -> Self::Result {
+        let (peers, registered_with) = match &self.core {
+            RankCore::Prefill(core) => (core.peers(), Vec::new()),
+            RankCore::Decode(core) => (Vec::new(), core.registered()),
+        };
+        MessageResult(RankSnapshot {
+            role: self.config.role,
+            engine_key: self.engine.desc().key,
+            control: self.control.to_string(),
+            rooms: self.core.census(),
+            peers,
+            registered_with,
+            sessions: self.open_sessions(),
+            components: self.components.len(),
+        })
+    }
+}
+
+impl Handler<Report> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, Report(report): Report, context: &mut Context<Self>) {
+        if let ComponentOutcome::Died { panicked } = report.outcome {
+            if panicked {
+                let component = self.buffers.layout.component_label(report.key.component);
+                self.metrics
+                    .component_panics
+                    .with_label_values(&[component])
+                    .inc();
+                tracing::error!(room = %report.key.room, component, "a component actor panicked");
+            }
+            return self.component_died(report.key, panicked, context);
+        }
+        self.count_component(&report);
+        self.apply_quietly(Event::Component(report), context);
+    }
+}
+
+impl Handler<StopRank> for RankActor {
+    type Result = ResponseFuture<()>;
+
+    fn handle(&mut self, StopRank(reason): StopRank, context: &mut Context<Self>) -> Self::Result {
+        self.apply_quietly(Event::Shutdown { reason }, context);
+        let (done, is_done) = tokio::sync::oneshot::channel();
+        self.drain(Instant::now() + DRAIN_TIMEOUT, done, context);
+        Box::pin(is_done.map(|_| ()))
+    }
+}

@@ -1,0 +1,277 @@
+//! How a room ends: by Success, by a failure, by an abort, by time.
+
+use std::time::Instant;
+
+use common::ids::{Endpoint, Room};
+use common::wire::{Abort, AbortAck, ControlMessage, KvPoll};
+
+use crate::error::ApiError;
+use crate::rank::core::event::{ComponentOutcome, ComponentReport, Counted, Effect};
+use crate::rank::core::prefill::{PrefillCore, deferred_status, late};
+use crate::rank::core::tombstones::Epitaph;
+
+impl PrefillCore {
+    /// The decode gives a room up.
+    pub(super) fn peer_abort(&mut self, abort: &Abort, now: Instant) -> Vec<Effect> {
+        let room = abort.room;
+        let mut effects = Vec::new();
+        let asker = abort.reply_to.clone().zip(abort.generation);
+        // Beside a room that has ended, an early one is the next use of its number, and then it is
+        // the one that the decode means.
+        let is_early = self.early.contains_key(&room);
+        if let Some(early) = self.early.get_mut(&room)
+            && !early.given_up.contains(&abort.reply_to)
+        {
+            early.given_up.push(abort.reply_to.clone());
+        }
+        let Some(state) = self.rooms.get_mut(&room) else {
+            let epitaph_opt = self.tombstones.get(room);
+            match epitaph_opt {
+                _ if is_early => {}
+                Some(_) => effects.push(late("abort")),
+                None => self.tombstones.lay(room, Epitaph::GivenUp, now),
+            }
+            if epitaph_opt == Some(Epitaph::Poisoned) {
+                return effects;
+            }
+            // Nothing is being written for a room that is not open.
+            effects.extend(asker.map(|(to, generation)| self.ack(room, to, generation)));
+            return effects;
+        };
+        if let Some(asker) = asker
+            && !state.abort_askers.contains(&asker)
+        {
+            state.abort_askers.push(asker);
+        }
+        if !state.poll.is_terminal() {
+            let reason = match &abort.reply_to {
+                Some(endpoint) => format!("decode rank {endpoint} gave the room up"),
+                None => "the decode side gave the room up".to_owned(),
+            };
+            self.fail(room, &reason, abort.reply_to.as_ref(), now, &mut effects);
+        }
+        self.settle(room, now, &mut effects);
+        effects
+    }
+
+    pub(super) fn abort(
+        &mut self,
+        room: Room,
+        reason: &str,
+        now: Instant,
+    ) -> Result<Vec<Effect>, ApiError> {
+        self.open_room(room)?;
+        let mut effects = Vec::new();
+        self.fail(room, reason, None, now, &mut effects);
+        self.settle(room, now, &mut effects);
+        Ok(effects)
+    }
+
+    pub(super) fn clear(&mut self, room: Room, now: Instant) -> Result<Vec<Effect>, ApiError> {
+        self.open_room(room)?;
+        let mut effects = Vec::new();
+        self.fail(room, "the engine cleared the room", None, now, &mut effects);
+        if let Some(state) = self.rooms.get_mut(&room) {
+            state.is_cleared = true;
+            let (generation, succeeded) = (state.generation, state.poll == KvPoll::Success);
+            let rank = self.identity.unique_rank;
+            // Under `prefill_complete` the decode may use the room again once it hears of the
+            // Success, so it hears of it only now.
+            if self.identity.is_deferred
+                && succeeded
+                && state.deferred.close(generation, true).is_some()
+            {
+                let targets = state
+                    .targets
+                    .iter()
+                    .filter(|target| target.link_opt.is_some());
+                effects
+                    .extend(targets.map(|target| state.send_status(&target.info.endpoint, rank)));
+            }
+        }
+        effects.push(Effect::Changed { room });
+        self.settle(room, now, &mut effects);
+        Ok(effects)
+    }
+
+    pub(super) fn report(&mut self, report: ComponentReport, now: Instant) -> Vec<Effect> {
+        let ComponentReport { key, outcome } = report;
+        let current = self
+            .rooms
+            .get_mut(&key.room)
+            .filter(|state| state.generation == key.generation);
+        let Some(state) = current else {
+            let died = matches!(outcome, ComponentOutcome::Died { .. });
+            return if died {
+                Vec::new()
+            } else {
+                vec![late("component_report")]
+            };
+        };
+        let mut effects = Vec::new();
+        if let Some(reason) = state.report(&key, &outcome, now) {
+            let label = self.identity.layout.component_label(key.component);
+            let reason = format!("{label} to decode rank {}: {reason}", key.endpoint);
+            self.fail(key.room, &reason, None, now, &mut effects);
+        } else {
+            effects.push(Effect::Changed { room: key.room });
+        }
+        self.settle(key.room, now, &mut effects);
+        effects
+    }
+
+    /// Fails a room that has not ended: the first cause is kept, what runs is cancelled, and every
+    /// decode rank that announced it is told, except the one that said so itself.
+    pub(super) fn fail(
+        &mut self,
+        room: Room,
+        reason: &str,
+        except_opt: Option<&Endpoint>,
+        now: Instant,
+        effects: &mut Vec<Effect>,
+    ) {
+        let rank = self.identity.unique_rank;
+        let Some(state) = self.rooms.get_mut(&room) else {
+            return;
+        };
+        if state.poll.is_terminal() {
+            return;
+        }
+        state.reason_opt.get_or_insert_with(|| reason.to_owned());
+        state.advance(KvPoll::Failed, effects);
+        state.touched = now;
+        let elapsed = now.duration_since(state.opened);
+        effects.push(Effect::Count(Counted::RoomFinished {
+            poll: KvPoll::Failed,
+            elapsed,
+        }));
+        state.cancel(effects);
+        let told = state.targets.iter().map(|target| &target.info.endpoint);
+        let mut told: Vec<&Endpoint> = told
+            .filter(|endpoint| Some(*endpoint) != except_opt)
+            .collect();
+        told.dedup();
+        effects.extend(
+            told.into_iter()
+                .map(|endpoint| state.send_status(endpoint, rank)),
+        );
+        let generation = state.generation;
+        if let Some(notice) = state.deferred.close(generation, false) {
+            effects.push(deferred_status(room, generation, &notice, rank));
+        }
+    }
+
+    /// Draws the conclusions once nothing of a room is being written: Success, acknowledgements,
+    /// and the end of a room that the engine has cleared.
+    pub(super) fn settle(&mut self, room: Room, now: Instant, effects: &mut Vec<Effect>) {
+        let rank = self.identity.unique_rank;
+        let Some(state) = self.rooms.get_mut(&room).filter(|state| state.pending == 0) else {
+            return;
+        };
+        if state.is_last_sent && !state.poll.is_terminal() {
+            state.advance(KvPoll::Success, effects);
+            state.touched = now;
+            let elapsed = now.duration_since(state.opened);
+            effects.push(Effect::Count(Counted::RoomFinished {
+                poll: KvPoll::Success,
+                elapsed,
+            }));
+            if !self.identity.is_deferred {
+                let targets = state
+                    .targets
+                    .iter()
+                    .filter(|target| target.link_opt.is_some());
+                effects
+                    .extend(targets.map(|target| state.send_status(&target.info.endpoint, rank)));
+            }
+            state.stop(effects);
+        }
+        if state.poll.is_terminal() && !state.is_poisoned {
+            let askers = std::mem::take(&mut state.abort_askers);
+            effects.extend(
+                askers
+                    .into_iter()
+                    .map(|(to, generation)| ack(room, to, generation, rank)),
+            );
+        }
+        if state.is_cleared {
+            state.stop(effects);
+            let epitaph = if state.is_poisoned {
+                Epitaph::Poisoned
+            } else {
+                Epitaph::Cleared
+            };
+            self.rooms.remove(&room);
+            self.tombstones.lay(room, epitaph, now);
+        }
+    }
+
+    pub(super) fn tick(&mut self, now: Instant) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.tombstones.expire(now);
+        let lifetime = self.timeouts.bootstrap;
+        self.early
+            .retain(|_, early| now.duration_since(early.since) < lifetime);
+        let timeouts = self.timeouts;
+        let overdue = self.rooms.values().filter_map(|state| {
+            let (limit, reason) = match state.poll {
+                KvPoll::Bootstrapping => (
+                    timeouts.bootstrap,
+                    "the decode side did not announce the room",
+                ),
+                KvPoll::WaitingForInput => (timeouts.waiting, "the engine sent nothing"),
+                KvPoll::Transferring if state.pending > 0 => {
+                    (timeouts.transfer, "a write did not end")
+                }
+                KvPoll::Transferring => (timeouts.waiting, "the engine sent no further chunk"),
+                KvPoll::Failed | KvPoll::Success => (timeouts.retention, ""),
+            };
+            (now.duration_since(state.touched) >= limit).then_some((state.room, limit, reason))
+        });
+        let overdue: Vec<_> = overdue.collect();
+        for (room, limit, reason) in overdue {
+            if reason.is_empty() {
+                tracing::warn!(%room, "a room that ended long ago was never cleared; it is forgotten");
+                if let Some(state) = self.rooms.get_mut(&room) {
+                    state.is_cleared = true;
+                    // Nothing is known of work without a report, so nothing is promised of it.
+                    state.is_poisoned |= state.pending > 0;
+                    state.pending = 0;
+                }
+            } else {
+                let reason = format!("{reason} within {} s", limit.as_secs());
+                self.fail(room, &reason, None, now, &mut effects);
+            }
+            self.settle(room, now, &mut effects);
+        }
+        effects
+    }
+
+    pub(super) fn shutdown(&mut self, reason: &str, now: Instant) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        let rooms: Vec<Room> = self.rooms.keys().copied().collect();
+        for room in rooms {
+            self.fail(room, reason, None, now, &mut effects);
+            self.settle(room, now, &mut effects);
+        }
+        effects
+    }
+
+    fn ack(&self, room: Room, to: Endpoint, generation: i64) -> Effect {
+        ack(room, to, generation, self.identity.unique_rank)
+    }
+}
+
+fn ack(room: Room, to: Endpoint, generation: i64, rank: i64) -> Effect {
+    let generation = Some(generation);
+    let message = ControlMessage::AbortAck(AbortAck {
+        room,
+        prefill_rank: rank,
+        generation,
+    });
+    Effect::Send {
+        to,
+        message,
+        about_opt: None,
+    }
+}

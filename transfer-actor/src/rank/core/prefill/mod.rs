@@ -1,0 +1,337 @@
+//! The rules of a prefill rank.
+
+mod announce;
+mod end;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Instant;
+
+use common::ids::{Endpoint, Generation, Room};
+use common::plan::PlannerOptions;
+use common::room::DeferredNotice;
+use common::schema::RankLayout;
+use common::topology::ParallelConfig;
+use common::wire::{Bootstrap, ControlMessage, KvPoll, Status, TransferInfo};
+use serde::Serialize;
+
+use crate::api::{RoomView, TransferView};
+use crate::error::ApiError;
+use crate::rank::core::event::{ChunkCommand, Counted, Effect, Event, OpenCommand, PeerLink};
+use crate::rank::core::prefill_room::PrefillRoom;
+use crate::rank::core::tombstones::{Epitaph, Tombstones};
+use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
+
+/// Why a room fails at its opening.
+const GIVEN_UP_EARLY: &str = "the decode side gave the room up before it was opened here";
+
+/// What a prefill core knows of its own rank.
+#[derive(Clone, Debug)]
+pub struct PrefillIdentity {
+    /// The rank's buffers.
+    pub layout: RankLayout,
+    /// Its place in the parallel groups.
+    pub parallel: ParallelConfig,
+    /// How strict plans are.
+    pub planner: PlannerOptions,
+    /// Its number in STATUS messages.
+    pub unique_rank: i64,
+    /// Whether Success is said only after the engine has cleared the room.
+    pub is_deferred: bool,
+}
+
+/// A registered decode rank.
+#[derive(Clone, Debug)]
+struct Peer {
+    endpoint: Endpoint,
+    release: &'static str,
+    /// Why no room of this peer can work, else whom to write to.
+    link: Result<Arc<PeerLink>, String>,
+}
+
+/// A registered decode rank, for people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PeerSummary {
+    /// Key of its io engine.
+    pub engine_key: String,
+    /// Its control socket.
+    pub endpoint: String,
+    /// SGLang's release, as far as its messages tell.
+    pub release: String,
+    /// Why it was refused.
+    pub refused: Option<String>,
+}
+
+/// Messages for a room that the engine has not opened.
+#[derive(Debug)]
+struct Early {
+    since: Instant,
+    infos: Vec<TransferInfo>,
+    bootstrap_opt: Option<Bootstrap>,
+    /// Decode ranks that gave the room up and did not announce it again since; `None` is one that
+    /// did not say who it is. They may have been promised that nothing is written.
+    given_up: Vec<Option<Endpoint>>,
+}
+
+/// All rooms and peers of one prefill rank.
+#[derive(Debug)]
+pub struct PrefillCore {
+    identity: PrefillIdentity,
+    timeouts: Timeouts,
+    limits: Limits,
+    peers: HashMap<String, Peer>,
+    rooms: HashMap<Room, PrefillRoom>,
+    early: BTreeMap<Room, Early>,
+    tombstones: Tombstones,
+    last_generation: u64,
+}
+
+impl PrefillCore {
+    /// A rank without rooms.
+    pub fn new(identity: PrefillIdentity, timeouts: Timeouts, limits: Limits) -> Self {
+        Self {
+            identity,
+            timeouts,
+            limits,
+            peers: HashMap::new(),
+            rooms: HashMap::new(),
+            early: BTreeMap::new(),
+            tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
+            last_generation: 0,
+        }
+    }
+
+    pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
+        match event {
+            Event::Message(message) => Reaction::done(self.message(message, now)),
+            Event::Open(command) => Reaction::of(self.open(&command, now)),
+            Event::Chunk { room, chunk } => self.chunk(room, &chunk, now),
+            Event::PrefillComplete { room } => Reaction::of(self.prefill_complete(room)),
+            Event::Abort { room, reason } => Reaction::of(self.abort(room, &reason, now)),
+            Event::Clear { room } => Reaction::of(self.clear(room, now)),
+            Event::Component(report) => Reaction::done(self.report(report, now)),
+            Event::SendFailed { .. } => Reaction::default(),
+            Event::Tick => Reaction::done(self.tick(now)),
+            Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
+            Event::Announce { .. } => Reaction::refused(wrong_role("announce", "decode")),
+            Event::Resolved { .. } => Reaction::default(),
+        }
+    }
+
+    pub(super) fn view(&self, room: Room) -> Option<RoomView> {
+        let state = self.rooms.get(&room).filter(|state| !state.is_cleared)?;
+        let transfers = state
+            .moved
+            .iter()
+            .map(|((endpoint, component), moved)| TransferView {
+                component: self.identity.layout.component_label(*component).to_owned(),
+                peer: endpoint.to_string(),
+                transport: moved.transport.to_owned(),
+                bytes: moved.bytes,
+                ranges: moved.ranges,
+                seconds: moved.elapsed.as_secs_f64(),
+                outcome: match moved.outcome_opt {
+                    Some(outcome) if moved.pending == 0 => outcome.to_owned(),
+                    _ => "pending".to_owned(),
+                },
+            });
+        let prefixes = state
+            .targets
+            .iter()
+            .filter(|target| target.link_opt.is_some());
+        Some(RoomView {
+            room: room.get(),
+            generation: state.generation.get(),
+            status: state.poll.into(),
+            reason: state.reason_opt.clone(),
+            decode_prefix_len: prefixes
+                .filter_map(|target| target.info.decode_prefix_len)
+                .next()
+                .filter(|_| state.is_announced()),
+            transfers: transfers.collect(),
+            release_safe: state.poll.is_terminal() && state.pending == 0 && !state.is_poisoned,
+        })
+    }
+
+    pub(super) fn census(&self) -> Census {
+        let mut census = Census {
+            early: self.early.len(),
+            tombstones: self.tombstones.len(),
+            ..Census::default()
+        };
+        for room in self.rooms.values() {
+            census.by_status[room.poll as usize] += 1;
+        }
+        census
+    }
+
+    pub(super) fn pending_work(&self) -> usize {
+        self.rooms.values().map(|state| state.pending).sum()
+    }
+
+    /// The registered decode ranks.
+    pub fn peers(&self) -> Vec<PeerSummary> {
+        let mut peers: Vec<PeerSummary> = self
+            .peers
+            .iter()
+            .map(|(engine_key, peer)| PeerSummary {
+                engine_key: engine_key.clone(),
+                endpoint: peer.endpoint.to_string(),
+                release: peer.release.to_owned(),
+                refused: peer.link.as_ref().err().cloned(),
+            })
+            .collect();
+        peers.sort_by(|one, other| one.engine_key.cmp(&other.engine_key));
+        peers
+    }
+
+    fn message(&mut self, message: ControlMessage, now: Instant) -> Vec<Effect> {
+        match message {
+            ControlMessage::Register(register) => self.register(&register),
+            ControlMessage::TransferInfo(info) => self.transfer_info(info, now),
+            ControlMessage::Abort(abort) => self.peer_abort(&abort, now),
+            ControlMessage::Bootstrap(bootstrap) => self.bootstrap(bootstrap, now),
+            // A decode's messages come to prefill ranks only; the others are nobody's.
+            other => vec![late(other.kind())],
+        }
+    }
+
+    fn open(&mut self, command: &OpenCommand, now: Instant) -> Result<Vec<Effect>, ApiError> {
+        let room = command.room;
+        if self.rooms.contains_key(&room) {
+            return Err(ApiError::new(
+                409,
+                "room_exists",
+                format!(
+                    "room {room} is open on this rank, or its last writes have not drained; clear it and wait"
+                ),
+            ));
+        }
+        if self.rooms.len() >= self.limits.rooms {
+            return Err(ApiError::new(
+                429,
+                "too_many_rooms",
+                format!(
+                    "this rank holds {} rooms, its limit; clear finished rooms",
+                    self.rooms.len()
+                ),
+            ));
+        }
+        self.last_generation += 1;
+        let generation = Generation(self.last_generation);
+        let mut state = PrefillRoom::new(room, generation, command.aux_index_opt, now);
+        let failed_before = state.deferred.open(generation) == Some(true);
+        debug_assert!(!failed_before, "a new room has not failed");
+        self.rooms.insert(room, state);
+        let mut effects = vec![Effect::Changed { room }];
+        let was_given_up = self.tombstones.lift(room) == Some(Epitaph::GivenUp);
+        let Some(early) = self.early.remove(&room) else {
+            if was_given_up {
+                self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
+            }
+            return Ok(effects);
+        };
+        if !early.given_up.is_empty() {
+            // Failed first, so that no actor starts for it.
+            self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
+        }
+        let has_given_up = |who: &Endpoint| early.given_up.iter().flatten().any(|one| one == who);
+        if let Some(bootstrap) = early
+            .bootstrap_opt
+            .filter(|bootstrap| !has_given_up(&bootstrap.reply_to))
+        {
+            effects.extend(self.bootstrap(bootstrap, now));
+        }
+        for info in early.infos {
+            if !has_given_up(&info.endpoint) {
+                self.add_info(info, now, &mut effects);
+            }
+        }
+        Ok(effects)
+    }
+
+    fn chunk(&mut self, room: Room, chunk: &ChunkCommand, now: Instant) -> Reaction {
+        let state = match self.open_room(room) {
+            Ok(state) => state,
+            Err(error) => return Reaction::refused(error),
+        };
+        let refused = |code, message: String| Reaction::refused(ApiError::new(409, code, message));
+        if state.poll == KvPoll::Failed {
+            let reason = state.reason_opt.clone().unwrap_or_default();
+            return refused("room_failed", format!("room {room} has failed: {reason}"));
+        }
+        if state.is_last_sent {
+            return refused(
+                "room_complete",
+                format!("the last chunk of room {room} was sent already"),
+            );
+        }
+        if !state.is_announced() {
+            let message = format!(
+                "the decode side of room {room} is not complete; wait for waiting_for_input"
+            );
+            return refused("not_ready", message);
+        }
+        let mut effects = Vec::new();
+        match state.plan_chunk(chunk) {
+            Ok(works) => {
+                state.begin_chunk(chunk, works, now, &mut effects);
+                self.settle(room, now, &mut effects);
+                Reaction::done(effects)
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                self.fail(room, &reason, None, now, &mut effects);
+                Reaction {
+                    effects,
+                    error_opt: Some(ApiError::new(400, "bad_indices", reason)),
+                }
+            }
+        }
+    }
+
+    fn prefill_complete(&mut self, room: Room) -> Result<Vec<Effect>, ApiError> {
+        let rank = self.identity.unique_rank;
+        let state = self.open_room(room)?;
+        let generation = state.generation;
+        let notice_opt = state.deferred.complete(generation);
+        Ok(notice_opt
+            .map(|notice| deferred_status(room, generation, &notice, rank))
+            .into_iter()
+            .collect())
+    }
+
+    fn open_room(&mut self, room: Room) -> Result<&mut PrefillRoom, ApiError> {
+        self.rooms
+            .get_mut(&room)
+            .filter(|state| !state.is_cleared)
+            .ok_or_else(|| unknown_room(room))
+    }
+}
+
+fn deferred_status(
+    room: Room,
+    generation: Generation,
+    notice: &DeferredNotice,
+    rank: i64,
+) -> Effect {
+    let (poll, reason) = if notice.failed {
+        (KvPoll::Failed, Some("the prefill failed".to_owned()))
+    } else {
+        (KvPoll::WaitingForInput, None)
+    };
+    Effect::Send {
+        to: notice.endpoint.clone(),
+        message: ControlMessage::Status(Status {
+            room,
+            poll,
+            prefill_rank: rank,
+            reason,
+        }),
+        about_opt: Some((room, generation)),
+    }
+}
+
+fn late(kind: &'static str) -> Effect {
+    Effect::Count(Counted::Late { kind })
+}
