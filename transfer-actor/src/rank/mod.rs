@@ -5,6 +5,7 @@
 
 mod actor;
 pub mod core;
+mod sessions;
 mod start;
 #[cfg(test)]
 mod tests;
@@ -99,6 +100,8 @@ pub struct SessionSummary {
     pub peer: String,
     /// How bytes move.
     pub transport: String,
+    /// Transports before it in the order of choice, each with why it was not taken.
+    pub passed_over: Vec<String>,
 }
 
 /// A running rank. Clones share it; it ends with [`RankHandle::stop`].

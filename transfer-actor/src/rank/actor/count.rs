@@ -1,5 +1,7 @@
 //! What a rank counts: its rooms, its transfers, its sessions.
 
+use std::time::Instant;
+
 use common::wire::KvPoll;
 use io_engine::TransportKind;
 
@@ -103,19 +105,8 @@ impl RankActor {
             gauge.add(now as i64 - before as i64);
         }
         self.last_census = census;
-        let mut sessions = [0; TransportKind::ALL.len()];
-        for session in self.sessions.values() {
-            let Some(Ok(session)) = session.peek() else {
-                continue;
-            };
-            let position = TransportKind::ALL
-                .iter()
-                .position(|kind| *kind == session.transport());
-            if let Some(count) = position.and_then(|position| sessions.get_mut(position)) {
-                *count += i64::from(session.is_alive());
-            }
-        }
-        self.publish_sessions(sessions);
+        self.sessions.tidy(Instant::now());
+        self.publish_sessions(self.sessions.count());
     }
 
     pub(super) fn publish_sessions(&mut self, sessions: [i64; TransportKind::ALL.len()]) {

@@ -96,7 +96,7 @@ impl Handler<Observe> for RankActor {
             rooms: self.core.census(),
             peers,
             registered_with,
-            sessions: self.open_sessions(),
+            sessions: self.sessions.list(),
             components: self.components.len(),
         })
     }

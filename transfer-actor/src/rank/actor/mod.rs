@@ -15,7 +15,7 @@ use futures::FutureExt;
 use io_engine::{Engine, TransportKind};
 
 use crate::api::{RoomStatus, RoomView};
-use crate::component::{ComponentActor, SharedSession};
+use crate::component::ComponentActor;
 use crate::control::Outboxes;
 use crate::error::ApiError;
 use crate::messages::{CancelWork, DoWork, StopComponent};
@@ -24,8 +24,9 @@ use crate::rank::core::{
     ComponentKey, ComponentOutcome, ComponentReport, Effect, Event, PeerLink, RankCore,
     unknown_room,
 };
+use crate::rank::sessions::Sessions;
 use crate::rank::start::{Resolver, publish_registration};
-use crate::rank::{RankBuffers, RankConfig, SessionSummary};
+use crate::rank::{RankBuffers, RankConfig};
 
 /// How often timeouts are looked at.
 const TICK: Duration = Duration::from_millis(250);
@@ -51,7 +52,7 @@ pub(crate) struct RankActor {
     pub(super) resolver: Resolver,
     pub(super) register_opt: Option<Register>,
     pub(super) control: Endpoint,
-    pub(super) sessions: HashMap<String, SharedSession>,
+    sessions: Sessions,
     pub(super) components: HashMap<ComponentKey, Addr<ComponentActor>>,
     pub(super) published: std::collections::HashSet<String>,
     pub(super) last_census: [usize; 5],
@@ -87,7 +88,7 @@ impl RankActor {
             resolver,
             register_opt,
             control,
-            sessions: HashMap::new(),
+            sessions: Sessions::default(),
             components: HashMap::new(),
             published: std::collections::HashSet::new(),
             last_census: [0; 5],
@@ -219,39 +220,11 @@ impl RankActor {
         link: Arc<PeerLink>,
         context: &mut Context<Self>,
     ) {
-        let session = self.session(&link);
+        let session = self.sessions.to(&self.engine, &link.engine, Instant::now());
         let buffers = Arc::clone(&self.buffers);
         let actor = ComponentActor::new(key.clone(), link, buffers, session, context.address());
         // Children run on this rank's own arbiter, beside it.
         self.components.insert(key, actor.start());
-    }
-
-    /// The session to a peer's engine: opened once, on a thread that may block, and again when it
-    /// has died.
-    fn session(&mut self, link: &PeerLink) -> SharedSession {
-        let key = &link.engine.key;
-        if let Some(known) = self.sessions.get(key) {
-            let usable = match known.peek() {
-                None => true,
-                Some(Ok(session)) => session.is_alive(),
-                Some(Err(_)) => false,
-            };
-            if usable {
-                return known.clone();
-            }
-        }
-        let (engine, desc) = (self.engine.clone(), link.engine.clone());
-        let opened = tokio::task::spawn_blocking(move || engine.connect(&desc)).map(|joined| {
-            joined.unwrap_or_else(|error| {
-                Err(io_engine::TransportError::quiesced(
-                    io_engine::TransportErrorKind::Io,
-                    format!("opening the session: {error}"),
-                ))
-            })
-        });
-        let shared = opened.boxed().shared();
-        self.sessions.insert(key.clone(), shared.clone());
-        shared
     }
 
     fn work(
@@ -341,22 +314,6 @@ impl RankActor {
         if !waiting.is_empty() {
             self.waiters.insert(room, waiting);
         }
-    }
-
-    fn open_sessions(&self) -> Vec<SessionSummary> {
-        let mut open: Vec<SessionSummary> = self
-            .sessions
-            .iter()
-            .filter_map(|(peer, session)| match session.peek() {
-                Some(Ok(session)) if session.is_alive() => Some(SessionSummary {
-                    peer: peer.clone(),
-                    transport: session.transport().name().to_owned(),
-                }),
-                _ => None,
-            })
-            .collect();
-        open.sort_by(|one, other| one.peer.cmp(&other.peer));
-        open
     }
 }
 
