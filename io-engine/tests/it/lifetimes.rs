@@ -187,6 +187,25 @@ fn nothing_is_left_behind_here() {
     eventually("threads and descriptors end with the last handles", || {
         (count("task"), count("fd")) == before
     });
+    for kind in TransportKind::ALL {
+        let pair = pair(kind);
+        let remote = remote_of(&pair.remote.desc());
+        write(
+            &pair.session,
+            &pair.local,
+            remote.clone(),
+            one_run(0, 0, 64),
+        )
+        .unwrap();
+        let open = (count("task"), count("fd"));
+        for at in 0..30_000 {
+            let runs = one_run(at % 4096, at % 8192, 512);
+            write(&pair.session, &pair.local, remote.clone(), runs).unwrap();
+        }
+        // Threads that fill page tables may have ended meanwhile.
+        let (tasks, descriptors) = (count("task"), count("fd"));
+        assert!(tasks <= open.0 && descriptors == open.1, "{kind}");
+    }
     let pair = pair(TransportKind::Cma);
     let clone: Engine = pair.target.clone();
     drop(pair.target);

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use common::wire::{EngineDesc, MemoryDesc};
 use io_engine::{
-    ByteLen, ByteOffset, Engine, EngineConfig, Memory, Region, RemoteRegion, TransportErrorKind,
-    TransportKind,
+    ByteLen, ByteOffset, Direction, Engine, EngineConfig, Memory, Region, RemoteRegion,
+    TransportErrorKind, TransportKind, WriteBatch, WritePair,
 };
 use rustix::process::{Pid, Signal, WaitOptions};
 
@@ -258,4 +258,51 @@ fn a_frozen_peer_fails_in_time_and_holds_up_nobody() {
         assert!(!to_frozen.is_alive(), "{kind}");
         frozen.signal(Signal::CONT);
     }
+}
+
+#[test]
+fn batches_to_a_frozen_peer_fail_at_their_own_timeout() {
+    const TIMEOUT: Duration = Duration::from_millis(200);
+    let (frozen, healthy) = (
+        PeerProcess::start(TransportKind::Tcp),
+        PeerProcess::start(TransportKind::Tcp),
+    );
+    let (source, local) = source(config("source", TransportKind::Tcp));
+    let to_frozen = source.connect(&frozen.engine).unwrap();
+    let to_healthy = source.connect(&healthy.engine).unwrap();
+    frozen.freeze();
+    let batch = |region: &RemoteRegion, runs| WriteBatch {
+        pairs: vec![WritePair {
+            local: local.clone(),
+            remote: region.clone(),
+            runs,
+        }],
+    };
+    let began = Instant::now();
+    let stuck: Vec<_> = (0..200)
+        .map(|_| {
+            let batch = batch(&frozen.region, shuffled_pages());
+            to_frozen.submit(Direction::Write, batch, Some(TIMEOUT))
+        })
+        .collect();
+    // A thread that waits for itself is no exception, and nobody else is held up.
+    let batch_of_one = batch(&frozen.region, one_run(0, 0, 64));
+    let error = to_frozen.transfer(Direction::Write, batch_of_one, TIMEOUT);
+    assert_eq!(error.unwrap_err().kind(), TransportErrorKind::Timeout);
+    for _ in 0..20 {
+        let batch = batch(&healthy.region, shuffled_pages());
+        let moved = to_healthy.transfer(Direction::Write, batch, DEADLINE);
+        assert_eq!(moved.unwrap().bytes, BYTES);
+    }
+    let mut unproved = 0;
+    for handle in stuck {
+        let error = handle.wait(DEADLINE).expect("ends").unwrap_err();
+        assert_eq!(error.kind(), TransportErrorKind::Timeout, "{error}");
+        unproved += usize::from(!error.is_quiesced());
+    }
+    let took = began.elapsed();
+    println!("{unproved} of 200 without proof, {took:?} after the first began");
+    assert!(unproved > 0, "what is under way may still land");
+    assert!(unproved < 200, "what was not begun will not");
+    frozen.signal(Signal::CONT);
 }
