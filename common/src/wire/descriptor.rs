@@ -10,7 +10,7 @@ use std::fmt;
 use serde::de::{Deserialize, Deserializer, Error as _, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeSeq, Serializer};
 
-use crate::wire::error::WireError;
+use crate::wire::error::{WireError, msgpack_error};
 use crate::wire::frame::Frame;
 
 /// Bytes of a device's IPC handle and of a fabric handle.
@@ -171,17 +171,11 @@ impl MemoryDesc {
 }
 
 fn pack<T: Serialize>(value: &T, what: &'static str) -> Result<Frame, WireError> {
-    rmp_serde::to_vec(value).map_err(|error| WireError::Msgpack {
-        what,
-        detail: error.to_string(),
-    })
+    rmp_serde::to_vec(value).map_err(|error| msgpack_error(what, error))
 }
 
 fn unpack<'de, T: Deserialize<'de>>(bytes: &'de [u8], what: &'static str) -> Result<T, WireError> {
-    rmp_serde::from_slice(bytes).map_err(|error| WireError::Msgpack {
-        what,
-        detail: error.to_string(),
-    })
+    rmp_serde::from_slice(bytes).map_err(|error| msgpack_error(what, error))
 }
 
 impl Serialize for EngineDesc {
@@ -418,10 +412,7 @@ fn unpack_whole<'de, T: Deserialize<'de>>(
     what: &'static str,
 ) -> Result<T, WireError> {
     let mut reader = rmp_serde::Deserializer::new(std::io::Cursor::new(bytes));
-    let value = T::deserialize(&mut reader).map_err(|error| WireError::Msgpack {
-        what,
-        detail: error.to_string(),
-    })?;
+    let value = T::deserialize(&mut reader).map_err(|error| msgpack_error(what, error))?;
     let end = usize::try_from(reader.into_inner().position()).unwrap_or(bytes.len());
     match bytes.len() - end.min(bytes.len()) {
         0 => Ok(value),

@@ -110,6 +110,17 @@ impl WireError {
     }
 }
 
+/// What a msgpack decoder found, shortened: some of its texts quote a whole string of the peer.
+pub(crate) fn msgpack_error(what: &'static str, error: impl std::fmt::Display) -> WireError {
+    const MOST_CHARACTERS: usize = 80;
+    let mut detail = error.to_string();
+    if let Some((end, _)) = detail.char_indices().nth(MOST_CHARACTERS) {
+        detail.truncate(end);
+        detail.push_str("...");
+    }
+    WireError::Msgpack { what, detail }
+}
+
 /// At most 40 bytes of what came, escaped, for an error text.
 pub(crate) fn shown(bytes: &[u8]) -> String {
     const SHOWN_BYTES: usize = 40;

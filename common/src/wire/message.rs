@@ -356,10 +356,17 @@ impl AuxData {
             expected: "four bytes, big-endian",
         })?;
         let need = u32::from_be_bytes(*length) as usize;
-        if need != data.len() {
+        if let Some(extra) = data.len().checked_sub(need).filter(|extra| *extra > 0) {
+            return Err(WireError::TrailingBytes {
+                what: "aux data",
+                offset: need,
+                extra,
+            });
+        }
+        if need > data.len() {
             return Err(WireError::Truncated {
                 what: "aux data",
-                offset: data.len().min(need),
+                offset: 0,
                 need,
                 have: data.len(),
             });
