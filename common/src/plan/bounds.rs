@@ -6,7 +6,7 @@ use crate::ids::{ByteLen, ByteOffset};
 use crate::metrics::COMPONENT_AUX;
 use crate::plan::layers::EntryPair;
 use crate::plan::peer::ComponentPlan;
-use crate::plan::{PlanError, StridedRun};
+use crate::plan::{PlanError, RunList, StridedRun};
 use crate::schema::{PeerTensor, TensorLayout};
 
 /// Whether nothing moves for a pair of tensors: a length of 0 or no buffer on either side. The
@@ -52,6 +52,12 @@ pub(crate) fn check_bounds(
     let (Some(lowest), Some(highest)) = (indices.iter().min(), indices.iter().max()) else {
         return Ok(());
     };
+    if bounds.is_empty() && *lowest < 0 {
+        return Err(PlanError::Argument {
+            what: "index lists",
+            detail: format!("{component}: {} index {lowest} is negative", side.name()),
+        });
+    }
     for entry in bounds {
         let (tensor, bytes, item_len) = match side {
             Side::Prefill => (entry.src, entry.src_bytes, entry.src_item_len),
@@ -99,12 +105,21 @@ pub(crate) fn check_distinct(component: &'static str, indices: &[i32]) -> Result
     }
 }
 
-/// The last word before bytes move: no run of a plan leaves its tensor.
+/// The last word before bytes move: no run of a plan leaves its tensor, and its totals are numbers.
 pub(crate) fn check_ends(
     component: &'static str,
     plan: &ComponentPlan,
     bounds: &[ItemBounds],
 ) -> Result<(), PlanError> {
+    let total = |of: fn(&RunList) -> u64| {
+        let mut runs = plan.pairs.iter().map(|pair| of(&pair.runs));
+        runs.try_fold(0u64, |total, more| total.checked_add(more))
+    };
+    if total(|runs| runs.bytes().get()).is_none() || total(RunList::ranges).is_none() {
+        return Err(PlanError::Overflow {
+            what: "total of a plan",
+        });
+    }
     for pair in &plan.pairs {
         let entry = bounds
             .iter()

@@ -55,6 +55,12 @@ pub fn dcp_tokens(chunk: &DcpChunk<'_>) -> Result<DcpTokens, PlanError> {
         .filter(|size| *size > 0);
     let virtual_page =
         virtual_page.ok_or_else(|| refused("page and dcp size must be positive".into()))?;
+    if chunk.dcp_rank >= chunk.dcp_size {
+        return Err(refused(format!(
+            "context rank {} is not within size {}",
+            chunk.dcp_rank, chunk.dcp_size
+        )));
+    }
     if !chunk.decode_prefix_len.is_multiple_of(virtual_page) {
         return Err(refused(format!(
             "the decode prefix of {} tokens is no multiple of the virtual page of {virtual_page}",
@@ -64,9 +70,12 @@ pub fn dcp_tokens(chunk: &DcpChunk<'_>) -> Result<DcpTokens, PlanError> {
     let overflow = || PlanError::Overflow {
         what: "token of a dcp re-split",
     };
-    let num_tokens = chunk
-        .num_tokens
-        .unwrap_or(chunk.src_pages.len() as u64 * chunk.page_size);
+    let num_tokens = match chunk.num_tokens {
+        Some(num_tokens) => num_tokens,
+        None => (chunk.src_pages.len() as u64)
+            .checked_mul(chunk.page_size)
+            .ok_or_else(overflow)?,
+    };
     let chunk_start = chunk
         .first_page
         .checked_mul(chunk.page_size)
@@ -74,6 +83,11 @@ pub fn dcp_tokens(chunk: &DcpChunk<'_>) -> Result<DcpTokens, PlanError> {
     let absolute_start = chunk
         .decode_prefix_len
         .checked_add(chunk_start)
+        .ok_or_else(overflow)?;
+    // No token below lies at or behind this sum, nor does one context rank's step beyond it.
+    chunk_start
+        .checked_add(num_tokens)
+        .and_then(|end| end.checked_add(chunk.dcp_size))
         .ok_or_else(overflow)?;
     let token = |pages: &[i32], page_size: u64, local: u64, side: &str| {
         let page = usize::try_from(local / page_size)
@@ -92,7 +106,11 @@ pub fn dcp_tokens(chunk: &DcpChunk<'_>) -> Result<DcpTokens, PlanError> {
     };
     let mut tokens = DcpTokens::default();
     let behind = absolute_start % chunk.dcp_size;
-    let first_own = (chunk.dcp_rank + chunk.dcp_size - behind) % chunk.dcp_size;
+    let first_own = if chunk.dcp_rank >= behind {
+        chunk.dcp_rank - behind
+    } else {
+        chunk.dcp_size - behind + chunk.dcp_rank
+    };
     let mut offset = first_own;
     while offset < num_tokens {
         let local = (chunk_start + offset) / chunk.dcp_size;
@@ -137,6 +155,11 @@ pub fn needs_resplit(
         return Ok(false);
     }
     if src_size == 1 && dst_size > 1 && latent_kv {
+        if dst_rank >= dst_size {
+            return Err(PlanError::Topology {
+                detail: format!("dcp rank {dst_rank} of the decode is not within size {dst_size}"),
+            });
+        }
         return Ok(true);
     }
     Err(PlanError::Topology {

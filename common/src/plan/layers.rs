@@ -141,8 +141,16 @@ pub fn mla_pairs(
             false,
         );
     }
-    let target = src_count.saturating_sub(num_draft);
-    let dst_target = dst_count.saturating_sub(num_draft);
+    let targets = (src_count.checked_sub(num_draft)).zip(dst_count.checked_sub(num_draft));
+    let Some((target, dst_target)) = targets else {
+        return Err(PlanError::Layers {
+            component,
+            detail: format!(
+                "{num_draft} draft entries of {src_count} tensors at the prefill and {dst_count} at \
+                 the decode"
+            ),
+        });
+    };
     let end_layer = start_layer.saturating_add(target);
     if end_layer > dst_target {
         return Err(PlanError::Layers {

@@ -85,6 +85,8 @@ enum KvRule {
         dcp_rank: u64,
         token_lens: Vec<u64>,
         first_draft: usize,
+        /// Whether this is the one of several ranks with the same bytes that sends them.
+        sends: bool,
     },
     /// Another rank sends the same bytes.
     Nothing,
@@ -220,7 +222,7 @@ impl PeerPlanner {
     pub fn plan_kv(&self, chunk: &KvChunk<'_>) -> Result<ComponentPlan, PlanError> {
         let component = ComponentId::Kv;
         let pairs = match &self.kv_rule {
-            KvRule::Nothing => Vec::new(),
+            KvRule::Nothing | KvRule::Tokens { sends: false, .. } => Vec::new(),
             KvRule::Pages => {
                 let runs = page_runs(chunk)?;
                 shared_by_item_len(&self.kv, |item_len| item_run_list(&runs, item_len))?
@@ -253,6 +255,7 @@ impl PeerPlanner {
                 dcp_rank,
                 token_lens,
                 first_draft,
+                sends: true,
             } => {
                 let tokens = dcp_tokens(&DcpChunk {
                     src_pages: chunk.src_pages,
@@ -412,9 +415,11 @@ fn kv_rule(
     let known_item_len = |dst: usize| first_item_len.filter(|_| dst == 0);
     let mut bounds = Vec::with_capacity(pairs.len());
     for (src, dst) in pairs {
-        let (Some(source), Some(target)) = (kv.tensors.get(src), peer.kv.get(dst)) else {
-            continue;
-        };
+        let both = kv.tensors.get(src).zip(peer.kv.get(dst));
+        let (source, target) = both.ok_or_else(|| PlanError::Layers {
+            component: COMPONENT_KV,
+            detail: format!("tensors {src} and {dst} do not both exist"),
+        })?;
         if is_elided(source, target) {
             continue;
         }
@@ -450,6 +455,7 @@ fn kv_rule(
                 dcp_rank,
                 token_lens,
                 first_draft,
+                sends: tp.sends_replicated(),
             },
         ));
     }
