@@ -8,6 +8,7 @@ mod bad_bytes;
 mod codec;
 mod descriptors;
 mod messages;
+mod plans;
 mod rooms;
 mod routes;
 
