@@ -3,11 +3,11 @@
 use std::fmt::Display;
 
 use common::plan::{ComponentPlan, KvChunk, PeerPlanner, PlannerOptions};
-use common::schema::{PeerLayout, RankLayout};
+use common::schema::{AttentionKind, PeerLayout, RankLayout, StateKind};
 use common::topology::{DecodeSide, ParallelConfig, PrefillTopology, resolve_rank_mapping};
 use proptest::prelude::*;
 
-use super::case::{Case, DST_ITEMS, SRC_ITEMS, case};
+use super::case::{Case, DST_ITEMS, Ids, SRC_ITEMS, Slab, StateCase, case};
 use super::image::{Coordinate, Tensor, aux, decode_kv, decode_kv_ids, kv_layout, prefill_kv};
 use super::state_image::{decode_state, prefill_state};
 
@@ -103,7 +103,7 @@ fn feeding_ranks(case: &Case) -> Vec<u32> {
 
 fn check_mapping(case: &Case) -> Result<(), TestCaseError> {
     let stages = case.layers_of_stage.len() as u32;
-    let is_mla = case.attention == common::schema::AttentionKind::Mla;
+    let is_mla = case.attention == AttentionKind::Mla;
     let prefill = PrefillTopology {
         attn_tp_size: case.prefill_tp,
         attn_cp_size: 1,
@@ -252,5 +252,34 @@ proptest! {
     fn every_byte_of_a_request_lands_once_where_it_belongs(case in case()) {
         check_mapping(&case)?;
         check_request(&case)?;
+    }
+
+    /// The wire does not say which layers of a window a stage has, so heads of windows cannot be
+    /// sliced where the prefill has stages.
+    #[test]
+    fn windows_of_staged_prefills_across_tp_sizes_are_refused(mut case in case(), chosen: bool) {
+        case.attention = AttentionKind::Mha;
+        (case.prefill_tp, case.decode_tp) = if chosen { (1, 2) } else { (2, 1) };
+        (case.decode_rank, case.total_heads, case.dcp_size) = (0, 2, 1);
+        (case.layers_of_stage, case.decode_stage) = (vec![1, 1], None);
+        (case.decode_drafts, case.kv_elided) = (0, None);
+        case.dst_pages.truncate(case.src_pages.len());
+        case.src_pages.truncate(case.dst_pages.len());
+        case.tokens = case.src_pages.len() as u32 * case.page_size;
+        (case.cuts, case.aux_lens) = (Vec::new(), Vec::new());
+        case.states.clear();
+        check_request(&case)?;
+        case.states = vec![StateCase {
+            kind: StateKind::Swa,
+            slabs: vec![Slab::Heads { head_len: case.head_len }],
+            layers_of_stage: vec![1, 1],
+            ids: Ids::Both,
+            decode_reversed: false,
+            src_indices: vec![0],
+            dst_indices: vec![0],
+            elided: None,
+        }];
+        let refused = check_request(&case).expect_err("not sliced").to_string();
+        prop_assert!(refused.contains("swa: not supported"), "{refused}");
     }
 }
