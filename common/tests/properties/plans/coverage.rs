@@ -260,13 +260,14 @@ proptest! {
     fn windows_of_staged_prefills_across_tp_sizes_are_refused(mut case in case(), chosen: bool) {
         case.attention = AttentionKind::Mha;
         (case.prefill_tp, case.decode_tp) = if chosen { (1, 2) } else { (2, 1) };
-        (case.decode_rank, case.total_heads, case.dcp_size) = (0, 2, 1);
+        (case.decode_rank, case.total_heads) = (0, 2);
+        (case.dcp_size, case.dcp_rank) = (1, 0);
         (case.layers_of_stage, case.decode_stage) = (vec![1, 1], None);
         (case.decode_drafts, case.kv_elided) = (0, None);
         case.dst_pages.truncate(case.src_pages.len());
         case.src_pages.truncate(case.dst_pages.len());
         case.tokens = case.src_pages.len() as u32 * case.page_size;
-        (case.cuts, case.aux_lens) = (Vec::new(), Vec::new());
+        case.cuts.clear();
         case.states.clear();
         check_request(&case)?;
         case.states = vec![StateCase {
