@@ -1,8 +1,8 @@
 //! The bootstrap server against what SGLang's own server answered, request by request.
 
+use golden::{Tally, list};
 use serde_json::Value;
 use tests::bootstrap_model::{Answer, Body, Model};
-use tests::golden::{self, Tally, list};
 use tests::http::{Reply, Request, exchange, exchange_and_hang_up};
 use tests::process::BootstrapServer;
 

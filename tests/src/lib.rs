@@ -1,10 +1,9 @@
-//! The harness that the tests share: processes, a small HTTP client, golden data, and a model of
+//! The harness that the tests share: processes, a small HTTP client, and a model of
 //! the bootstrap server's rules.
 
 #![forbid(unsafe_code)]
 
 pub mod bootstrap_model;
-pub mod golden;
 pub mod http;
 pub mod process;
 pub mod registrations;

@@ -1,4 +1,8 @@
 //! Golden data: where it is, and how a test says how much of it matched.
+//!
+//! Only tests depend on this; it knows nothing of the formats.
+
+#![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -27,7 +31,7 @@ pub fn load(name: &str) -> Value {
 }
 
 /// Counts what matched, what deviates by a rule, and collects what is wrong.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Tally {
     matched: usize,
     deviations: BTreeMap<&'static str, usize>,
