@@ -247,7 +247,7 @@ proptest! {
         let whole = message.encode(Release::NEWEST).expect("the newest form has every message");
         let at = chosen.index(whole.len());
         // Further on stand more descriptors of the same kind.
-        for position in 0..whole[at].len().min(96) {
+        for position in 0..whole[at].len().min(48) {
             let mut frames = whole.clone();
             frames[at].truncate(position);
             check_frames(&frames)?;

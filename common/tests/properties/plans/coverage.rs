@@ -1,14 +1,17 @@
 //! Carries out the plans of all prefill ranks that feed one decode rank.
 
+use std::collections::HashSet;
 use std::fmt::Display;
 
 use common::plan::{ComponentPlan, KvChunk, PeerPlanner, PlannerOptions};
 use common::schema::{AttentionKind, PeerLayout, RankLayout, StateKind};
 use common::topology::{DecodeSide, ParallelConfig, PrefillTopology, resolve_rank_mapping};
+use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::case::{Case, DST_ITEMS, Ids, SRC_ITEMS, Slab, StateCase, case};
 use super::image::{Coordinate, Tensor, aux, decode_kv, decode_kv_ids, kv_layout, prefill_kv};
+use super::junk::{bytes_of, check_plan, peer_bytes_of};
 use super::state_image::{decode_state, prefill_state};
 
 fn failed(error: impl Display) -> TestCaseError {
@@ -153,32 +156,97 @@ fn chunks(case: &Case) -> impl Iterator<Item = std::ops::Range<usize>> {
     starts.zip(ends).map(|(start, end)| start..end)
 }
 
-fn check_request(case: &Case) -> Result<(), TestCaseError> {
-    let stages = case.layers_of_stage.len();
-    let sends_aux = case.decode_stages().end == stages;
-    let mut kv = Component::new("kv", decode_kv(case));
-    let mut aux_rows = Component::new("aux", aux(case, DST_ITEMS, case.aux_rows.1, sends_aux));
-    let (mut states, mut peer_states) = (Vec::new(), Vec::new());
-    for (at, state) in case.states.iter().enumerate() {
-        let (expected, peer) = decode_state(case, at);
-        states.push(Component::new(state.kind.name(), expected));
-        peer_states.push(peer);
+/// What the decode rank registers, and its buffers as they must be in the end.
+struct Decode {
+    peer: PeerLayout,
+    kv: Component,
+    aux: Component,
+    states: Vec<Component>,
+}
+
+impl Decode {
+    fn new(case: &Case) -> Self {
+        let sends_aux = case.decode_stages().end == case.layers_of_stage.len();
+        let kv = Component::new("kv", decode_kv(case));
+        let aux = Component::new("aux", aux(case, DST_ITEMS, case.aux_rows.1, sends_aux));
+        let (mut states, mut peer_states) = (Vec::new(), Vec::new());
+        for (at, state) in case.states.iter().enumerate() {
+            let (expected, peer) = decode_state(case, at);
+            states.push(Component::new(state.kind.name(), expected));
+            peer_states.push(peer);
+        }
+        let tensors = kv.expected.iter().enumerate();
+        let peer = PeerLayout {
+            kv: tensors.map(|(at, tensor)| tensor.peer(at == 0)).collect(),
+            kv_layer_ids: decode_kv_ids(case),
+            aux: aux
+                .expected
+                .iter()
+                .map(|tensor| tensor.peer(false))
+                .collect(),
+            states: peer_states,
+            tp_size: case.decode_tp,
+            engine_rank: case.decode_dp_rank * case.decode_tp + case.decode_rank,
+            dcp_size: case.dcp_size,
+            dcp_rank: case.dcp_rank,
+        };
+        Self {
+            peer,
+            kv,
+            aux,
+            states,
+        }
     }
-    let tensors = kv.expected.iter().enumerate();
-    let peer = PeerLayout {
-        kv: tensors.map(|(at, tensor)| tensor.peer(at == 0)).collect(),
-        kv_layer_ids: decode_kv_ids(case),
-        aux: aux_rows
-            .expected
-            .iter()
-            .map(|tensor| tensor.peer(false))
-            .collect(),
-        states: peer_states,
-        tp_size: case.decode_tp,
-        engine_rank: case.decode_dp_rank * case.decode_tp + case.decode_rank,
-        dcp_size: case.dcp_size,
-        dcp_rank: case.dcp_rank,
-    };
+}
+
+/// A prefill rank's buffers and its planner for the decode rank.
+struct Prefill {
+    kv: Vec<Tensor>,
+    aux: Vec<Tensor>,
+    states: Vec<Vec<Tensor>>,
+    layout: RankLayout,
+    planner: PeerPlanner,
+}
+
+impl Prefill {
+    fn new(
+        case: &Case,
+        stage: usize,
+        tp_rank: u32,
+        peer: &PeerLayout,
+    ) -> Result<Self, TestCaseError> {
+        let kv = prefill_kv(case, tp_rank, stage);
+        let aux = aux(case, SRC_ITEMS, case.aux_rows.0, true);
+        let (states, layouts) = (0..case.states.len())
+            .map(|at| prefill_state(case, at, tp_rank, stage))
+            .unzip();
+        let layout = RankLayout {
+            page_size: case.page_size,
+            kv: kv_layout(case, stage, &kv),
+            aux: aux.iter().map(Tensor::layout).collect(),
+            states: layouts,
+        };
+        let parallel = ParallelConfig {
+            tp_size: case.prefill_tp,
+            tp_rank,
+            pp_size: case.layers_of_stage.len() as u32,
+            pp_rank: stage as u32,
+            ..ParallelConfig::default()
+        };
+        let options = PlannerOptions::default();
+        let planner = PeerPlanner::new(&layout, &parallel, peer, options).map_err(failed)?;
+        Ok(Self {
+            kv,
+            aux,
+            states,
+            layout,
+            planner,
+        })
+    }
+}
+
+fn check_request(case: &Case) -> Result<(), TestCaseError> {
+    let mut decode = Decode::new(case);
     let announced: Vec<Vec<i32>> = case
         .states
         .iter()
@@ -186,29 +254,8 @@ fn check_request(case: &Case) -> Result<(), TestCaseError> {
         .collect();
     for stage in case.decode_stages() {
         for tp_rank in feeding_ranks(case) {
-            let source_kv = prefill_kv(case, tp_rank, stage);
-            let source_aux = aux(case, SRC_ITEMS, case.aux_rows.0, true);
-            let source_states: Vec<_> = (0..case.states.len())
-                .map(|at| prefill_state(case, at, tp_rank, stage))
-                .collect();
-            let local = RankLayout {
-                page_size: case.page_size,
-                kv: kv_layout(case, stage, &source_kv),
-                aux: source_aux.iter().map(Tensor::layout).collect(),
-                states: source_states
-                    .iter()
-                    .map(|(_, layout)| layout.clone())
-                    .collect(),
-            };
-            let parallel = ParallelConfig {
-                tp_size: case.prefill_tp,
-                tp_rank,
-                pp_size: stages as u32,
-                pp_rank: stage as u32,
-                ..ParallelConfig::default()
-            };
-            let options = PlannerOptions::default();
-            let planner = PeerPlanner::new(&local, &parallel, &peer, options).map_err(failed)?;
+            let prefill = Prefill::new(case, stage, tp_rank, &decode.peer)?;
+            let planner = &prefill.planner;
             planner
                 .check_announcement(&case.dst_pages, Some(case.aux_rows.1), &announced)
                 .map_err(failed)?;
@@ -224,10 +271,14 @@ fn check_request(case: &Case) -> Result<(), TestCaseError> {
                 };
                 planner.check_kv_chunk(&chunk).map_err(failed)?;
                 let plan = planner.plan_kv(&chunk).map_err(failed)?;
-                kv.carry_out(&source_kv, &plan)?;
+                decode.kv.carry_out(&prefill.kv, &plan)?;
             }
-            let components = case.states.iter().zip(&mut states).zip(&source_states);
-            for (at, ((state, component), (source, _))) in components.enumerate() {
+            let components = case
+                .states
+                .iter()
+                .zip(&mut decode.states)
+                .zip(&prefill.states);
+            for (at, ((state, component), source)) in components.enumerate() {
                 let (src, dst) = (&state.src_indices, &state.dst_indices);
                 planner.check_state(at as u16, src, dst).map_err(failed)?;
                 let plan = planner.plan_state(at as u16, src, dst).map_err(failed)?;
@@ -237,12 +288,59 @@ fn check_request(case: &Case) -> Result<(), TestCaseError> {
             let (src_row, dst_row) = case.aux_rows;
             planner.check_aux(src_row).map_err(failed)?;
             let plan = planner.plan_aux(src_row, dst_row).map_err(failed)?;
-            aux_rows.carry_out(&source_aux, &plan)?;
+            decode.aux.carry_out(&prefill.aux, &plan)?;
         }
     }
-    kv.check()?;
-    aux_rows.check()?;
-    states.iter().try_for_each(Component::check)
+    decode.kv.check()?;
+    decode.aux.check()?;
+    decode.states.iter().try_for_each(Component::check)
+}
+
+fn has_live(tensors: &[Tensor]) -> bool {
+    tensors.iter().any(|tensor| !tensor.meaning.is_empty())
+}
+
+fn are_good(indices: &[i32], items: i32) -> bool {
+    let distinct: HashSet<&i32> = indices.iter().collect();
+    distinct.len() == indices.len() && indices.iter().all(|index| (0..items).contains(index))
+}
+
+/// Good layouts, any indices: what is announced is good or refused, and so is what is planned.
+fn check_wrong_indices(case: &Case, src: &[i32], dst: &[i32]) -> Result<(), TestCaseError> {
+    let decode = Decode::new(case);
+    let stage = case.decode_stages().start;
+    let prefill = Prefill::new(case, stage, feeding_ranks(case)[0], &decode.peer)?;
+    let planner = &prefill.planner;
+    // At most one pair is elided, so of two pairs one moves.
+    let has_kv = prefill.kv.len() > 1 && has_live(&decode.kv.expected);
+    if planner.check_announcement(dst, None, &[]).is_ok() {
+        prop_assert!(!has_kv || are_good(dst, DST_ITEMS), "{dst:?} was announced");
+        let chunk = KvChunk {
+            src_pages: src,
+            position: 0,
+            dst_pages: dst,
+            decode_prefix_len: 0,
+            num_kv_tokens: Some(src.len() as u64 * u64::from(case.page_size)),
+        };
+        if let Ok(plan) = planner.plan_kv(&chunk) {
+            let layouts = (&prefill.layout.kv.tensors[..], &decode.peer.kv[..]);
+            check_plan(&plan, &bytes_of(layouts.0), &peer_bytes_of(layouts.1))?;
+        }
+    }
+    for at in 0..case.states.len() {
+        let layouts = (
+            &prefill.layout.states[at].tensors,
+            &decode.peer.states[at].tensors,
+        );
+        if let Ok(plan) = planner.plan_state(at as u16, src, dst) {
+            prop_assert!(
+                plan.pairs.is_empty() || are_good(dst, DST_ITEMS),
+                "{dst:?} was planned"
+            );
+            check_plan(&plan, &bytes_of(layouts.0), &peer_bytes_of(layouts.1))?;
+        }
+    }
+    Ok(())
 }
 
 proptest! {
@@ -252,6 +350,15 @@ proptest! {
     fn every_byte_of_a_request_lands_once_where_it_belongs(case in case()) {
         check_mapping(&case)?;
         check_request(&case)?;
+    }
+
+    #[test]
+    fn wrong_indices_are_refused(
+        case in case(),
+        src in vec(prop_oneof![9 => 0..SRC_ITEMS, 1 => -2..SRC_ITEMS + 2], 1..5),
+        dst in vec(prop_oneof![9 => 0..DST_ITEMS, 1 => -2..DST_ITEMS + 2], 1..5),
+    ) {
+        check_wrong_indices(&case, &src, &dst)?;
     }
 
     /// The wire does not say which layers of a window a stage has, so heads of windows cannot be

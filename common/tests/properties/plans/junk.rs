@@ -179,7 +179,7 @@ fn like(local: &RankLayout, peer: PeerLayout) -> PeerLayout {
     }
 }
 
-fn check_plan(plan: &ComponentPlan, src: &[u64], dst: &[u64]) -> Result<(), TestCaseError> {
+pub fn check_plan(plan: &ComponentPlan, src: &[u64], dst: &[u64]) -> Result<(), TestCaseError> {
     plan.bytes();
     let mut written: HashMap<usize, Vec<(u64, u64)>> = HashMap::new();
     for pair in &plan.pairs {
@@ -219,11 +219,11 @@ fn check_plan(plan: &ComponentPlan, src: &[u64], dst: &[u64]) -> Result<(), Test
     Ok(())
 }
 
-fn bytes_of(tensors: &[TensorLayout]) -> Vec<u64> {
+pub fn bytes_of(tensors: &[TensorLayout]) -> Vec<u64> {
     tensors.iter().map(|tensor| tensor.bytes.get()).collect()
 }
 
-fn peer_bytes_of(tensors: &[PeerTensor]) -> Vec<u64> {
+pub fn peer_bytes_of(tensors: &[PeerTensor]) -> Vec<u64> {
     tensors.iter().map(|tensor| tensor.bytes.get()).collect()
 }
 
