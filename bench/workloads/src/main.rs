@@ -24,6 +24,7 @@ mod raw;
 mod replay;
 mod side;
 mod traffic;
+mod turnaround;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -42,11 +43,18 @@ enum Command {
     /// The decode process of `replay`.
     #[command(hide = true)]
     ReplayDecode,
+    /// From a decode's metadata to Success, beside the bare round trip of messages.
+    Turnaround(turnaround::TurnaroundArgs),
+    /// The prefill process of `turnaround`.
+    #[command(hide = true)]
+    TurnaroundPrefill,
 }
 
 fn main() -> Result<()> {
     match Cli::parse().command {
         Command::Replay(args) => replay::run(&args),
         Command::ReplayDecode => replay::serve_decode(),
+        Command::Turnaround(args) => turnaround::run(&args),
+        Command::TurnaroundPrefill => turnaround::serve_prefill(),
     }
 }
