@@ -10,7 +10,7 @@ VENV := target/venv
 export FERRY_PYTHON := $(abspath $(VENV))/bin/python
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test check bench cargo system-packages python nextest deny clean
+.PHONY: help demo test check bench bench-replay bench-turnaround cargo system-packages python nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -36,6 +36,16 @@ check: cargo deny ## Format, lints, documentation, licences and bans; nothing ma
 
 bench: cargo ## Criterion benchmarks
 	$(CARGO) bench --workspace --locked
+
+bench-replay: cargo ## Replays the reference runs' state traffic beside the raw limit (REPLAY_ARGS="--help" lists options)
+	$(CARGO) build --release --locked --package bench-workloads
+	mkdir -p bench/results
+	target/release/bench-workloads replay --json bench/results/replay.json $(REPLAY_ARGS)
+
+bench-turnaround: cargo ## Times a request of one page beside the bare round trip of messages (TURNAROUND_ARGS)
+	$(CARGO) build --release --locked --package bench-workloads --package bootstrap-server
+	mkdir -p bench/results
+	target/release/bench-workloads turnaround --json bench/results/turnaround.json $(TURNAROUND_ARGS)
 
 clean: ## Removes what was built
 	$(CARGO) clean

@@ -19,6 +19,7 @@
 
 mod content;
 mod model;
+mod planner;
 mod process;
 mod raw;
 mod replay;
@@ -48,6 +49,8 @@ enum Command {
     /// The prefill process of `turnaround`.
     #[command(hide = true)]
     TurnaroundPrefill,
+    /// Times plans for lists of pages: JSON lines in, JSON lines out.
+    Planner,
 }
 
 fn main() -> Result<()> {
@@ -56,5 +59,6 @@ fn main() -> Result<()> {
         Command::ReplayDecode => replay::serve_decode(),
         Command::Turnaround(args) => turnaround::run(&args),
         Command::TurnaroundPrefill => turnaround::serve_prefill(),
+        Command::Planner => planner::serve_cases(),
     }
 }

@@ -31,6 +31,7 @@ impl LineChild {
             .args(words)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
+            .env("FERRY_LOG", "warn")
             .spawn()
             .with_context(|| format!("starting {name}"))?;
         let output = child.stdout.take().context("no output to read")?;

@@ -326,10 +326,10 @@ impl Side {
             let threads: Vec<_> = (0..CHECKERS)
                 .map(|first| scope.spawn(move || share(first)))
                 .collect();
-            let joined = threads.into_iter().map(|thread| thread.join());
-            joined
-                .map(|result| result.unwrap_or_else(|_| bail!("a checker panicked")))
-                .collect()
+            threads.into_iter().try_for_each(|thread| {
+                let result = thread.join();
+                result.unwrap_or_else(|_| bail!("a checker panicked"))
+            })
         })
     }
 
