@@ -10,7 +10,7 @@ VENV := target/venv
 export FERRY_PYTHON := $(abspath $(VENV))/bin/python
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test check bench bench-replay bench-turnaround cargo system-packages python nextest deny clean
+.PHONY: help demo test check bench bench-python bench-replay bench-turnaround cargo system-packages python nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,8 +34,14 @@ check: cargo deny ## Format, lints, documentation, licences and bans; nothing ma
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(CARGO) deny --locked check bans licenses sources
 
-bench: cargo ## Criterion benchmarks
+bench: cargo bench-python ## Criterion, then Ferry beside the machine's limits; PEERS=1 adds Mooncake and NIXL
 	$(CARGO) bench --workspace --locked
+	$(CARGO) build --release --locked --package bench-driver
+	target/peers/venv-nixl/bin/python bench/peers/run.py $(if $(PEERS),--peers) \
+	  --out bench/results/$$(date +%F)-$$(nproc)-cores.json
+
+bench-python: system-packages
+	@PEERS=$(PEERS) bench/peers/install.sh
 
 bench-replay: cargo ## Replays the reference runs' state traffic beside the raw limit (REPLAY_ARGS="--help" lists options)
 	$(CARGO) build --release --locked --package bench-workloads

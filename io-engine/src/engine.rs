@@ -19,6 +19,7 @@ use crate::offer::Offer;
 use crate::region::{Region, RegionKey};
 use crate::session::{Job, Session};
 use crate::status::{Status, deadline_after};
+use crate::stream;
 use crate::timer::Timer;
 use crate::transport::cma::Cma;
 use crate::transport::copy::{self, CopyQueue, CopyWork};
@@ -133,6 +134,7 @@ impl Engine {
     /// # Errors
     /// When an address cannot be bound (it is named) or a thread cannot be started.
     pub fn start(config: EngineConfig) -> Result<Self, TransportError> {
+        stream::choose();
         let instance: [u8; 16] = random()?;
         let name: String = instance.iter().map(|byte| format!("{byte:02x}")).collect();
         let unix_name = format!("ferry-io-{name}");

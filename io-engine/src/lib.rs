@@ -21,7 +21,8 @@
 //! * no slice or reference is ever made over pool memory, because other processes write there:
 //!   bytes are copied between raw pointers, or by the kernel.
 //!
-//! This is the only crate with unsafe code; the system calls are in `sys`.
+//! This is the only crate with unsafe code; the system calls are in `sys`, the copy
+//! routine in `stream`.
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
@@ -33,6 +34,7 @@ mod offer;
 mod region;
 mod session;
 mod status;
+mod stream;
 mod sys;
 mod timer;
 mod transport;

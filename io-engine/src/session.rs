@@ -44,6 +44,8 @@ pub enum Direction {
 pub(crate) struct Job {
     pub pairs: Vec<WritePair>,
     pub direction: Direction,
+    /// Whether the submitting thread waits for the end, so that it may do the work itself.
+    pub is_waited_for: bool,
     _guards: Vec<RegionGuard>,
 }
 
@@ -56,6 +58,7 @@ impl Job {
             _guards: guards.collect::<Result<_, _>>()?,
             pairs,
             direction,
+            is_waited_for: false,
         })
     }
 
@@ -65,6 +68,7 @@ impl Job {
         Self {
             pairs,
             direction: Direction::Write,
+            is_waited_for: false,
             _guards: Vec::new(),
         }
     }
@@ -200,7 +204,8 @@ impl Session {
     ) -> TransferResult {
         let deadline = deadline_after(timeout);
         let (job_opt, status) = self.prepare(direction, batch);
-        if let Some(job) = job_opt {
+        if let Some(mut job) = job_opt {
+            job.is_waited_for = true;
             self.transport
                 .submit_and_wait(job, Arc::clone(&status), deadline);
         }

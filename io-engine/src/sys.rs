@@ -11,7 +11,7 @@ use std::time::Duration;
 /// Ranges of one vectored call at most: the kernel's limit.
 pub(crate) const MAX_CALL_VECTORS: usize = 1024;
 /// Ranges of one piece of a batch.
-pub(crate) const MAX_VECTORS: usize = 512;
+pub(crate) const MAX_VECTORS: usize = 1024;
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {
@@ -187,30 +187,6 @@ impl Drop for Mapping {
             tracing::error!(error = %io::Error::last_os_error(), "a mapping could not be unmapped");
         }
     }
-}
-
-/// Copies between two ranges that may belong to other processes too. What another process, or
-/// another copy of this one, writes meanwhile arrives torn: the result is some bytes, and it is
-/// for the protocol above to let nobody use them.
-///
-/// # Safety
-/// `src` must be readable and `dst` writable for `len` bytes for the length of the call, and the
-/// two ranges must not overlap.
-pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
-    // SAFETY: the caller's contract is exactly this function's.
-    unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
-}
-
-/// Tells the processor that this memory is used soon. Does nothing where it cannot.
-pub(crate) fn prefetch(address: *const u8) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch does nothing that the program could notice, whatever the address.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
 }
 
 /// One range of a vectored call.

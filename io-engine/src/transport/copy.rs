@@ -8,19 +8,24 @@ use std::sync::Arc;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::session::{Direction, Job};
 use crate::status::Status;
-use crate::sys;
-use crate::transport::queue::{PieceRange, Taken};
+use crate::stream;
+use crate::transport::queue::{PIECE_BYTES, PieceRange, Taken};
 use crate::transport::{BatchQueue, Piece};
 
-/// A batch of at most so many bytes is moved by the thread that submits it: a copy takes some 4 us,
-/// less than waking a worker and being woken by it.
-const HERE_BYTES: u64 = 16 << 10;
-/// And of at most so many ranges.
-const HERE_RANGES: u64 = 16;
+/// A batch of at most so many bytes and ranges is moved by the thread that submits it: a copy takes
+/// some 4 us, less than waking a worker and being woken by it.
+const HERE: (u64, u64) = (16 << 10, 16);
+/// The same for a thread that waits for the end anyway: some 15 us.
+const HERE_IF_WAITED_FOR: (u64, u64) = (128 << 10, 64);
 
 /// How one batch reaches the peer's memory; holds what keeps that memory valid.
 pub(crate) trait CopyWork: Send + Sync {
     fn copy(&self, job: &Job, piece: &Piece) -> Result<(), TransportError>;
+
+    /// Bytes that one call of `copy` is to move at most.
+    fn piece_bytes(&self) -> u64 {
+        PIECE_BYTES
+    }
 }
 
 /// The queue of an engine's copying workers.
@@ -29,7 +34,8 @@ pub(crate) type CopyQueue = BatchQueue<Arc<dyn CopyWork>>;
 /// Hands a batch to the workers, or copies it at once if it is very small.
 pub(crate) fn submit(queue: &CopyQueue, work: Arc<dyn CopyWork>, job: Job, status: Arc<Status>) {
     if !is_very_small(&job) {
-        return queue.push(job, status, work);
+        let piece_bytes = work.piece_bytes();
+        return queue.push(job, status, work, piece_bytes);
     }
     let copied = queue.run_here(job, &status, |job, status, piece| {
         status.piece_done(work.copy(job, piece));
@@ -41,7 +47,11 @@ pub(crate) fn submit(queue: &CopyQueue, work: Arc<dyn CopyWork>, job: Job, statu
 /// Whether a batch is moved where it is submitted.
 pub(crate) fn is_very_small(job: &Job) -> bool {
     let (bytes, ranges) = job.totals();
-    bytes <= HERE_BYTES && ranges <= HERE_RANGES
+    let (most_bytes, most_ranges) = match job.is_waited_for {
+        true => HERE_IF_WAITED_FOR,
+        false => HERE,
+    };
+    bytes <= most_bytes && ranges <= most_ranges
 }
 
 /// A worker; ends when the queue is closed.
@@ -89,8 +99,8 @@ pub(crate) fn copy_mapped(
         if let Some((next_src, next_dst, _)) = next_opt {
             // Pages lie anywhere, so their first touch misses every cache, the page table's too.
             // Overlapping that with the copy of the page before saves a tenth at 4 KiB.
-            sys::prefetch(next_src);
-            sys::prefetch(next_dst);
+            stream::prefetch(next_src);
+            stream::prefetch(next_dst);
         }
         let overlaps = src.addr().abs_diff(dst.addr()) < len;
         if overlaps {
@@ -101,7 +111,7 @@ pub(crate) fn copy_mapped(
         }
         // SAFETY: both ranges were just checked against their regions, whose memory the job's
         // guards and the caller keep mapped, and they do not overlap.
-        unsafe { sys::copy(src, dst, len) };
+        unsafe { stream::copy(src, dst, len) };
     }
     Ok(())
 }

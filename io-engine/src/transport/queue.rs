@@ -13,9 +13,11 @@ use crate::session::Job;
 use crate::status::Status;
 use crate::sys::MAX_VECTORS;
 
-/// Bytes of one piece at most, unless a single range is cut exactly there.
-/// Small, so that workers finish a batch together and a small batch waits for little.
-const PIECE_BYTES: u64 = 512 << 10;
+/// Bytes of one piece at most; a longer range is cut exactly there. Small, so that workers finish a
+/// batch together and a small batch waits for little.
+pub(crate) const PIECE_BYTES: u64 = 512 << 10;
+/// The same for work that costs a long system call for each piece.
+pub(crate) const LARGE_PIECE_BYTES: u64 = 4 << 20;
 
 /// One range of a piece.
 #[derive(Clone, Copy, Debug)]
@@ -53,12 +55,13 @@ struct Batch<W> {
     job: Arc<Job>,
     status: Arc<Status>,
     work: W,
+    piece_bytes: u64,
     cursor: Cursor,
 }
 
 impl Cursor {
     /// Fills a piece from where the last one ended. Empty: nothing is left.
-    fn next_piece(&mut self, job: &Job, piece: &mut Piece) {
+    fn next_piece(&mut self, job: &Job, piece_bytes: u64, piece: &mut Piece) {
         piece.ranges.clear();
         piece.bytes = 0;
         let cursor = self;
@@ -78,10 +81,10 @@ impl Cursor {
                 };
                 continue;
             }
-            if piece.ranges.len() >= MAX_VECTORS || piece.bytes >= PIECE_BYTES {
+            if piece.ranges.len() >= MAX_VECTORS || piece.bytes >= piece_bytes {
                 return;
             }
-            let len = (run.len.get() - cursor.within).min(PIECE_BYTES - piece.bytes);
+            let len = (run.len.get() - cursor.within).min(piece_bytes - piece.bytes);
             // The list's constructor checked that the end of every run fits 64 bits.
             let step = u64::from(cursor.step);
             piece.ranges.push(PieceRange {
@@ -144,7 +147,7 @@ impl<W: Clone> BatchQueue<W> {
     }
 
     /// Adds a batch, or fails it when the queue is closed.
-    pub(crate) fn push(&self, job: Job, status: Arc<Status>, work: W) {
+    pub(crate) fn push(&self, job: Job, status: Arc<Status>, work: W, piece_bytes: u64) {
         let mut waiting = self.lock();
         if let Some(error) = waiting.closed_opt.clone() {
             drop(waiting);
@@ -154,6 +157,7 @@ impl<W: Clone> BatchQueue<W> {
             job: Arc::new(job),
             status,
             work,
+            piece_bytes,
             cursor: Cursor::default(),
         };
         waiting.batches.push_back(batch);
@@ -179,7 +183,7 @@ impl<W: Clone> BatchQueue<W> {
         let mut piece = Piece::default();
         let mut outcome = Ok(());
         while outcome.is_ok() {
-            cursor.next_piece(&job, &mut piece);
+            cursor.next_piece(&job, PIECE_BYTES, &mut piece);
             if piece.ranges.is_empty() || !status.take_piece() {
                 break;
             }
@@ -204,7 +208,9 @@ impl<W: Clone> BatchQueue<W> {
             while let Some(mut batch) = waiting.batches.pop_front() {
                 let mut goes_on = !batch.status.is_stopping();
                 if goes_on {
-                    batch.cursor.next_piece(&batch.job, piece);
+                    batch
+                        .cursor
+                        .next_piece(&batch.job, batch.piece_bytes, piece);
                     goes_on = !piece.ranges.is_empty() && batch.status.take_piece();
                 }
                 if !goes_on {
@@ -359,7 +365,7 @@ mod tests {
         let (queue, status) = (BatchQueue::default(), status(&pairs));
         // Ranges that were cut are put together again where one continues the other.
         let mut seen: Vec<PieceRange> = Vec::new();
-        queue.push(job(&pairs), Arc::clone(&status), 'a');
+        queue.push(job(&pairs), Arc::clone(&status), 'a', PIECE_BYTES);
         let mut piece = Piece::default();
         while let Some((_, status)) = take(&queue, &mut piece) {
             assert!(!piece.ranges.is_empty() && piece.ranges.len() <= MAX_VECTORS);
@@ -401,8 +407,8 @@ mod tests {
         let large = pairs(&[vec![strided(0, 0, PIECE_BYTES * 100, 1)]]);
         let small = pairs(&[vec![strided(0, 0, 8, 1)]]);
         let queue = BatchQueue::default();
-        queue.push(job(&large), status(&large), 'l');
-        queue.push(job(&small), status(&small), 's');
+        queue.push(job(&large), status(&large), 'l', PIECE_BYTES);
+        queue.push(job(&small), status(&small), 's', PIECE_BYTES);
         let mut piece = Piece::default();
         let order: String = (0..4)
             .map(|_| take(&queue, &mut piece).unwrap().0)
@@ -414,7 +420,7 @@ mod tests {
     fn a_cancelled_batch_ends_when_its_pieces_are_back() {
         let large = pairs(&[vec![strided(0, 0, PIECE_BYTES * 100, 1)]]);
         let (queue, status) = (BatchQueue::default(), status(&large));
-        queue.push(job(&large), Arc::clone(&status), 'l');
+        queue.push(job(&large), Arc::clone(&status), 'l', PIECE_BYTES);
         let mut piece = Piece::default();
         let (_, taken) = take(&queue, &mut piece).unwrap();
         let handle = TransferHandle(status);
@@ -432,17 +438,17 @@ mod tests {
         let one = pairs(&[vec![strided(0, 0, PIECE_BYTES * 3, 1)]]);
         let (begun, fresh, late) = (status(&one), status(&one), status(&one));
         let queue = BatchQueue::default();
-        queue.push(job(&one), Arc::clone(&begun), 'b');
+        queue.push(job(&one), Arc::clone(&begun), 'b', PIECE_BYTES);
         let mut piece = Piece::default();
         let (_, taken) = take(&queue, &mut piece).unwrap();
-        queue.push(job(&one), Arc::clone(&fresh), 'f');
+        queue.push(job(&one), Arc::clone(&fresh), 'f', PIECE_BYTES);
         let lost = TransportError::unproved(TransportErrorKind::Timeout, "first");
         queue.close(&lost);
         queue.close(&TransportError::unproved(
             TransportErrorKind::Closed,
             "second",
         ));
-        queue.push(job(&one), Arc::clone(&late), 'n');
+        queue.push(job(&one), Arc::clone(&late), 'n', PIECE_BYTES);
         let begun = TransferHandle(begun);
         assert!(begun.wait(Duration::ZERO).is_none(), "a piece is out");
         taken.piece_done(Err(lost));
@@ -475,7 +481,7 @@ mod tests {
         };
         let one = pairs(&[vec![strided(0, 0, PIECE_BYTES * 3, 1)]]);
         let status = status(&one);
-        queue.push(job(&one), Arc::clone(&status), 'o');
+        queue.push(job(&one), Arc::clone(&status), 'o', PIECE_BYTES);
         let moved = TransferHandle(status).wait(Duration::MAX).unwrap();
         assert_eq!(moved.unwrap().bytes, PIECE_BYTES * 3);
         queue.close(&TransportError::quiesced(TransportErrorKind::Closed, "end"));

@@ -19,7 +19,7 @@ use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::sys::{self, Interest, IoVec, io_vec};
 use crate::transport::copy::is_very_small;
-use crate::transport::queue::{PieceRange, Taken};
+use crate::transport::queue::{PIECE_BYTES, PieceRange, Taken};
 use crate::transport::tcp::vectored::{receive_all, send_all};
 use crate::transport::tcp::wire::{self, ANSWER_BYTES, AnswerCode, Group, RequestHeader};
 use crate::transport::{BatchQueue, Piece};
@@ -148,7 +148,7 @@ impl Lanes {
             }
             return;
         }
-        self.queue.push(job, status, ());
+        self.queue.push(job, status, (), PIECE_BYTES);
         for lane in &self.lanes {
             lane.wake_if_waiting();
         }
