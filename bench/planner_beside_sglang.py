@@ -126,7 +126,7 @@ def main():
                 ratio=statistics.median(a / b for a, b in zip(sglang, own)), goal=GOALS.get(name)))
         memory = {layers: ask(layers=layers, decode_tp=1, **case) for layers in (args.layers, 2 * args.layers)}
         rows.append(dict(what="memory", pages=pages, bytes={
-            layers: plan["run_memory_bytes"] + plan["pair_memory_bytes"] for layers, plan in memory.items()}))
+            layers: plan["heap_bytes"] for layers, plan in memory.items()}))
 
     print(f"{'what':<9} {'pages':>6} {'sglang':>12} {'ours':>10} {'ratio':>8} {'goal':>5}")
     for row in rows:

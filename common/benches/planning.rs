@@ -80,13 +80,6 @@ fn bench_planning(criterion: &mut Criterion) {
     let (equal, sliced) = (planner(1), planner(2));
     for count in PAGE_COUNTS {
         let (src, dst) = (random_pages(count, 1), random_pages(count, 2));
-        let widened = |pages: &[i32]| {
-            pages
-                .iter()
-                .map(|page| i64::from(*page))
-                .collect::<Vec<_>>()
-        };
-        let (wide_src, wide_dst) = (widened(&src), widened(&dst));
         let chunk = KvChunk {
             src_pages: &src,
             position: 0,
@@ -96,7 +89,7 @@ fn bench_planning(criterion: &mut Criterion) {
         };
         group.throughput(Throughput::Elements(count as u64));
         group.bench_function(BenchmarkId::new("group", count), |bencher| {
-            bencher.iter(|| index_runs(black_box(&wide_src), black_box(&wide_dst)));
+            bencher.iter(|| index_runs(black_box(&src), black_box(&dst)));
         });
         group.bench_function(BenchmarkId::new("check_announcement", count), |bencher| {
             bencher.iter(|| equal.check_announcement(black_box(&dst), None, &[]));
@@ -109,7 +102,7 @@ fn bench_planning(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("plan_and_consume", count), |bencher| {
             bencher.iter(|| {
                 let plan = equal.plan_kv(black_box(&chunk)).expect("a plan");
-                for pair in &plan.pairs {
+                for pair in plan.pairs() {
                     for range in pair.runs.iter_ranges() {
                         black_box(range);
                     }

@@ -163,7 +163,7 @@ fn batch(
         ComponentId::Aux => link.aux.get(tensor),
         ComponentId::State(index) => link.states.get(usize::from(index))?.get(tensor)?.as_ref(),
     };
-    let pairs = plan.pairs.iter().map(|pair| {
+    let pairs = plan.pairs().map(|pair| {
         let remote = remote(pair.dst).ok_or_else(|| missing("decode", pair.dst))?;
         Ok(WritePair {
             local: local(pair.src)

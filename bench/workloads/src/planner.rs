@@ -2,7 +2,6 @@
 //! program times its own functions in turn.
 
 use std::hint::black_box;
-use std::mem::size_of_val;
 use std::time::Instant;
 
 use anyhow::Result;
@@ -38,8 +37,7 @@ struct Timings {
     plan_and_consume_ns: f64,
     ranges: u64,
     bytes: u64,
-    run_memory_bytes: usize,
-    pair_memory_bytes: usize,
+    heap_bytes: usize,
 }
 
 /// Answers cases until its input ends.
@@ -107,26 +105,10 @@ fn time(case: &Case) -> Result<Timings> {
         decode_prefix_len: 0,
         num_kv_tokens: None,
     };
-    let widened = |pages: &[i32]| {
-        pages
-            .iter()
-            .map(|page| i64::from(*page))
-            .collect::<Vec<_>>()
-    };
-    let (src, dst) = (widened(&case.src), widened(&case.dst));
     let plan = planner.plan_kv(&chunk)?;
-    let mut seen_lists = Vec::new();
-    let mut run_memory_bytes = 0;
-    for pair in &plan.pairs {
-        let runs = pair.runs.runs();
-        if !seen_lists.contains(&runs.as_ptr()) {
-            seen_lists.push(runs.as_ptr());
-            run_memory_bytes += size_of_val(runs);
-        }
-    }
     Ok(Timings {
         group_ns: median_ns(case.budget_ns, || {
-            black_box(index_runs(black_box(&src), black_box(&dst)).is_ok());
+            black_box(index_runs(black_box(&case.src), black_box(&case.dst)).is_ok());
         }),
         plan_ns: median_ns(case.budget_ns, || {
             black_box(planner.plan_kv(black_box(&chunk)).is_ok());
@@ -137,15 +119,14 @@ fn time(case: &Case) -> Result<Timings> {
         }),
         ranges: plan.ranges(),
         bytes: plan.bytes().get(),
-        run_memory_bytes,
-        pair_memory_bytes: size_of_val(plan.pairs.as_slice()),
+        heap_bytes: plan.heap_bytes(),
     })
 }
 
 /// Looks at each number of each range of each tensor.
 fn consume(plan: &ComponentPlan) -> [u64; 3] {
     let mut sums = [0u64; 3];
-    for pair in &plan.pairs {
+    for pair in plan.pairs() {
         for range in pair.runs.iter_ranges() {
             let [src, dst, len] = &mut sums;
             *src = src.wrapping_add(black_box(range.src.get()));

@@ -57,7 +57,7 @@ impl Peer {
     }
 
     fn batch(&self, plan: &ComponentPlan, regions: &Regions) -> Result<WriteBatch> {
-        let pairs = plan.pairs.iter().map(|pair| {
+        let pairs = plan.pairs().map(|pair| {
             let (local, remote): (Option<&Region>, Option<&MemoryDesc>) = match plan.component {
                 ComponentId::Kv => (regions.kv.get(pair.src), self.register.kv.get(pair.dst)),
                 ComponentId::Aux => (regions.aux.get(pair.src), self.register.aux.get(pair.dst)),

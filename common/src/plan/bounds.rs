@@ -4,8 +4,8 @@ use std::collections::HashSet;
 
 use crate::ids::{ByteLen, ByteOffset};
 use crate::metrics::COMPONENT_AUX;
+use crate::plan::ComponentPlan;
 use crate::plan::layers::EntryPair;
-use crate::plan::peer::ComponentPlan;
 use crate::plan::{PlanError, RunList, StridedRun};
 use crate::schema::{PeerTensor, TensorLayout};
 
@@ -112,15 +112,22 @@ pub(crate) fn check_ends(
     bounds: &[ItemBounds],
 ) -> Result<(), PlanError> {
     let total = |of: fn(&RunList) -> u64| {
-        let mut runs = plan.pairs.iter().map(|pair| of(&pair.runs));
-        runs.try_fold(0u64, |total, more| total.checked_add(more))
+        let mut parts = plan.parts.iter().map(|part| part.total(of));
+        parts.try_fold(0u64, |total, more| total.checked_add(more?))
     };
     if total(|runs| runs.bytes().get()).is_none() || total(RunList::ranges).is_none() {
         return Err(PlanError::Overflow {
             what: "total of a plan",
         });
     }
-    for pair in &plan.pairs {
+    let fits = plan.parts.iter().all(|part| {
+        part.runs.src_end().0 <= part.group.src_bytes
+            && part.runs.dst_end().0 <= part.group.dst_bytes
+    });
+    if fits {
+        return Ok(());
+    }
+    for pair in plan.pairs() {
         let entry = bounds
             .iter()
             .find(|entry| entry.src == pair.src && entry.dst == pair.dst);

@@ -11,10 +11,12 @@ pub mod heads;
 pub mod layers;
 pub mod mamba;
 pub mod pages;
+pub mod parts;
 pub mod peer;
 pub mod runs;
 mod state;
 
 pub use error::PlanError;
-pub use peer::{ComponentPlan, KvChunk, PeerPlanner, PlannerOptions, TensorPair};
+pub use parts::{ComponentPlan, TensorPair};
+pub use peer::{KvChunk, PeerPlanner, PlannerOptions};
 pub use runs::{ByteRange, RunList, StridedRun};

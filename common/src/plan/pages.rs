@@ -22,7 +22,7 @@ pub struct IndexRun {
 /// # Errors
 /// [`PlanError::Argument`] when both sides have indices but not the same number, or an index is
 /// negative.
-pub fn index_runs(src: &[i64], dst: &[i64]) -> Result<Vec<IndexRun>, PlanError> {
+pub fn index_runs<I: Copy + Into<i64>>(src: &[I], dst: &[I]) -> Result<Vec<IndexRun>, PlanError> {
     if src.is_empty() || dst.is_empty() {
         return Ok(Vec::new());
     }
@@ -34,7 +34,8 @@ pub fn index_runs(src: &[i64], dst: &[i64]) -> Result<Vec<IndexRun>, PlanError> 
     }
     let mut runs: Vec<IndexRun> = Vec::new();
     for (src, dst) in src.iter().zip(dst) {
-        let (Ok(src), Ok(dst)) = (u64::try_from(*src), u64::try_from(*dst)) else {
+        let (src, dst): (i64, i64) = ((*src).into(), (*dst).into());
+        let (Ok(src), Ok(dst)) = (u64::try_from(src), u64::try_from(dst)) else {
             return Err(PlanError::Argument {
                 what: "index lists",
                 detail: format!("index {} is negative", src.min(dst)),

@@ -1,6 +1,6 @@
 //! The planner of one pair of ranks.
 
-use crate::ids::{ByteLen, ComponentId};
+use crate::ids::ComponentId;
 use crate::metrics::{COMPONENT_AUX, COMPONENT_KV};
 use crate::plan::bounds::{
     ItemBounds, Side, check_bounds, check_distinct, check_ends, check_row, is_elided,
@@ -9,8 +9,9 @@ use crate::plan::dcp::{DcpChunk, dcp_tokens, needs_resplit, token_lens};
 use crate::plan::heads::{TokenSlice, TpPair};
 use crate::plan::layers::{mha_pairs, mla_pairs};
 use crate::plan::pages::{IndexRun, index_runs, item_run_list};
+use crate::plan::parts::Groups;
 use crate::plan::state::StatePlanner;
-use crate::plan::{PlanError, RunList};
+use crate::plan::{ComponentPlan, PlanError};
 use crate::schema::{AttentionKind, PeerLayout, RankLayout};
 use crate::topology::ParallelConfig;
 
@@ -20,40 +21,6 @@ pub struct PlannerOptions {
     /// Whether index lists of a paged component must have the same length. If not, their common
     /// prefix moves and the rest is counted.
     pub strict_lengths: bool,
-}
-
-/// A pair of tensors and the runs that move between them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TensorPair {
-    /// Position of the source tensor in its component.
-    pub src: usize,
-    /// Position of the destination tensor in its component.
-    pub dst: usize,
-    /// The runs; shared by all pairs with the same item length.
-    pub runs: RunList,
-}
-
-/// What one component of one room (or one chunk of it) moves to one decode rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ComponentPlan {
-    /// The component.
-    pub component: ComponentId,
-    /// What moves; no pair where this rank has nothing to send.
-    pub pairs: Vec<TensorPair>,
-    /// Items beyond the common prefix of the two index lists.
-    pub truncated_items: u64,
-}
-
-impl ComponentPlan {
-    /// Bytes over all pairs.
-    pub fn bytes(&self) -> ByteLen {
-        ByteLen(self.pairs.iter().map(|pair| pair.runs.bytes().get()).sum())
-    }
-
-    /// Contiguous ranges over all pairs.
-    pub fn ranges(&self) -> u64 {
-        self.pairs.iter().map(|pair| pair.runs.ranges()).sum()
-    }
 }
 
 /// The pages of one chunk.
@@ -75,16 +42,16 @@ pub struct KvChunk<'a> {
 #[derive(Clone, Debug)]
 enum KvRule {
     /// Whole pages.
-    Pages,
-    /// A slice of heads of each token; one slice for each pair.
-    Heads(Vec<TokenSlice>),
+    Pages(Groups<u64>),
+    /// A slice of heads of each token.
+    Heads(Groups<TokenSlice>),
     /// Tokens re-split over decode context ranks.
     Tokens {
         page_size: u64,
         dcp_size: u64,
         dcp_rank: u64,
-        token_lens: Vec<u64>,
-        first_draft: usize,
+        /// By whether a pair belongs to a draft model, and the bytes of one of its tokens.
+        groups: Groups<(bool, u64)>,
         /// Whether this is the one of several ranks with the same bytes that sends them.
         sends: bool,
     },
@@ -100,6 +67,7 @@ pub struct PeerPlanner {
     kv_rule: KvRule,
     states: Vec<StatePlanner>,
     aux: Vec<ItemBounds>,
+    aux_groups: Groups<u64>,
     sends_aux: bool,
 }
 
@@ -139,22 +107,24 @@ impl PeerPlanner {
         // Several ranks may feed one decode rank; its aux row is written once, by the first of them
         // in the last pipeline stage.
         let sends_aux = tp.sends_replicated() && parallel.pp_rank + 1 == parallel.pp_size;
+        let aux: Vec<ItemBounds> = aux
+            .map(|(position, (src, dst))| ItemBounds {
+                src: position,
+                dst: position,
+                src_bytes: src.bytes.0,
+                src_item_len: src.item_len.0,
+                dst_bytes: dst.bytes.0,
+                dst_item_len: src.item_len.0,
+            })
+            .collect();
         Ok(Self {
             options,
             sends_aux,
             kv,
             kv_rule,
             states: states.collect::<Result<_, _>>()?,
-            aux: aux
-                .map(|(position, (src, dst))| ItemBounds {
-                    src: position,
-                    dst: position,
-                    src_bytes: src.bytes.0,
-                    src_item_len: src.item_len.0,
-                    dst_bytes: dst.bytes.0,
-                    dst_item_len: src.item_len.0,
-                })
-                .collect(),
+            aux_groups: Groups::by_item_len(&aux),
+            aux,
         })
     }
 
@@ -221,40 +191,21 @@ impl PeerPlanner {
     /// As [`PeerPlanner::check_kv_chunk`].
     pub fn plan_kv(&self, chunk: &KvChunk<'_>) -> Result<ComponentPlan, PlanError> {
         let component = ComponentId::Kv;
-        let pairs = match &self.kv_rule {
+        let parts = match &self.kv_rule {
             KvRule::Nothing | KvRule::Tokens { sends: false, .. } => Vec::new(),
-            KvRule::Pages => {
+            KvRule::Pages(groups) => {
                 let runs = page_runs(chunk)?;
-                shared_by_item_len(&self.kv, |item_len| item_run_list(&runs, item_len))?
+                groups.parts(|item_len| item_run_list(&runs, *item_len))?
             }
-            KvRule::Heads(slices) => {
+            KvRule::Heads(groups) => {
                 let runs = page_runs(chunk)?;
-                let mut shared: Vec<(TokenSlice, RunList)> = Vec::new();
-                let mut pairs = Vec::with_capacity(self.kv.len());
-                for (bounds, slice) in self.kv.iter().zip(slices) {
-                    let known = shared.iter().find(|(known, _)| known == slice);
-                    let list = match known {
-                        Some((_, list)) => list.clone(),
-                        None => {
-                            let list = slice.run_list(&runs)?;
-                            shared.push((*slice, list.clone()));
-                            list
-                        }
-                    };
-                    pairs.push(TensorPair {
-                        src: bounds.src,
-                        dst: bounds.dst,
-                        runs: list,
-                    });
-                }
-                pairs
+                groups.parts(|slice| slice.run_list(&runs))?
             }
             KvRule::Tokens {
                 page_size,
                 dcp_size,
                 dcp_rank,
-                token_lens,
-                first_draft,
+                groups,
                 sends: true,
             } => {
                 let tokens = dcp_tokens(&DcpChunk {
@@ -273,27 +224,14 @@ impl PeerPlanner {
                 })?;
                 let target = index_runs(&tokens.target_src, &tokens.target_dst)?;
                 let draft = index_runs(&tokens.draft_src, &tokens.draft_dst)?;
-                let mut pairs = Vec::with_capacity(self.kv.len());
-                for bounds in &self.kv {
-                    let runs = if bounds.src >= *first_draft {
-                        &draft
-                    } else {
-                        &target
-                    };
-                    let token_len = token_lens.get(bounds.src).copied().unwrap_or_default();
-                    let list = item_run_list(runs, token_len)?;
-                    pairs.push(TensorPair {
-                        src: bounds.src,
-                        dst: bounds.dst,
-                        runs: list,
-                    });
-                }
-                pairs
+                groups.parts(|(is_draft, token_len)| {
+                    item_run_list(if *is_draft { &draft } else { &target }, *token_len)
+                })?
             }
         };
         let plan = ComponentPlan {
             component,
-            pairs,
+            parts,
             truncated_items: 0,
         };
         check_ends(COMPONENT_KV, &plan, &self.kv)?;
@@ -324,7 +262,7 @@ impl PeerPlanner {
         if !self.sends_aux {
             return Ok(ComponentPlan {
                 component: ComponentId::Aux,
-                pairs: Vec::new(),
+                parts: Vec::new(),
                 truncated_items: 0,
             });
         }
@@ -333,10 +271,11 @@ impl PeerPlanner {
             dst: dst_row.into(),
             count: 1,
         }];
-        let pairs = shared_by_item_len(&self.aux, |item_len| item_run_list(&run, item_len))?;
+        let row = |item_len: &u64| item_run_list(&run, *item_len);
+        let parts = self.aux_groups.parts(row)?;
         let plan = ComponentPlan {
             component: ComponentId::Aux,
-            pairs,
+            parts,
             truncated_items: 0,
         };
         check_ends(COMPONENT_AUX, &plan, &self.aux)?;
@@ -447,14 +386,17 @@ fn kv_rule(
             entry.dst_item_len = entry.src_item_len.saturating_mul(dcp_size);
         }
         let dcp_rank = u64::from(peer.dcp_rank);
+        let groups = Groups::new(bounds.iter().map(|entry| {
+            let token_len = token_lens.get(entry.src).copied().unwrap_or_default();
+            ((entry.src >= first_draft, token_len), entry)
+        }));
         return Ok((
             bounds,
             KvRule::Tokens {
                 page_size,
                 dcp_size,
                 dcp_rank,
-                token_lens,
-                first_draft,
+                groups,
                 sends: tp.sends_replicated(),
             },
         ));
@@ -473,15 +415,12 @@ fn kv_rule(
             entry.dst_item_len = slice.dst_item_len;
             slices.push(slice);
         }
-        let sends = tp.sends_heads(total_heads(local, parallel));
-        return Ok((
-            bounds,
-            if sends {
-                KvRule::Heads(slices)
-            } else {
-                KvRule::Nothing
-            },
-        ));
+        let rule = if tp.sends_heads(total_heads(local, parallel)) {
+            KvRule::Heads(Groups::new(slices.into_iter().zip(&bounds)))
+        } else {
+            KvRule::Nothing
+        };
+        return Ok((bounds, rule));
     }
     for entry in &bounds {
         if let Some(dst_item_len) =
@@ -494,15 +433,12 @@ fn kv_rule(
             )));
         }
     }
-    let sends = !latent || tp.sends_replicated();
-    Ok((
-        bounds,
-        if sends {
-            KvRule::Pages
-        } else {
-            KvRule::Nothing
-        },
-    ))
+    let rule = if !latent || tp.sends_replicated() {
+        KvRule::Pages(Groups::by_item_len(&bounds))
+    } else {
+        KvRule::Nothing
+    };
+    Ok((bounds, rule))
 }
 
 /// KV heads of the model. Engines that do not say give heads per rank times TP, as SGLang does.
@@ -527,45 +463,5 @@ fn announced_pages<'a>(chunk: &KvChunk<'a>) -> Result<&'a [i32], PlanError> {
 }
 
 fn page_runs(chunk: &KvChunk<'_>) -> Result<Vec<IndexRun>, PlanError> {
-    paired_runs(chunk.src_pages, announced_pages(chunk)?)
-}
-
-pub(crate) fn paired_runs(src: &[i32], dst: &[i32]) -> Result<Vec<IndexRun>, PlanError> {
-    let widened = |indices: &[i32]| {
-        indices
-            .iter()
-            .map(|index| i64::from(*index))
-            .collect::<Vec<_>>()
-    };
-    index_runs(&widened(src), &widened(dst))
-}
-
-/// One run list for each item length, shared by the pairs that have it.
-pub(crate) fn shared_by_item_len(
-    bounds: &[ItemBounds],
-    run_list: impl Fn(u64) -> Result<RunList, PlanError>,
-) -> Result<Vec<TensorPair>, PlanError> {
-    let mut shared: Vec<(u64, RunList)> = Vec::new();
-    let mut pairs = Vec::with_capacity(bounds.len());
-    for entry in bounds {
-        let known = shared
-            .iter()
-            .find(|(item_len, _)| *item_len == entry.src_item_len);
-        let runs = match known {
-            Some((_, runs)) => runs.clone(),
-            None => {
-                let runs = run_list(entry.src_item_len)?;
-                shared.push((entry.src_item_len, runs.clone()));
-                runs
-            }
-        };
-        if runs.ranges() > 0 {
-            pairs.push(TensorPair {
-                src: entry.src,
-                dst: entry.dst,
-                runs,
-            });
-        }
-    }
-    Ok(pairs)
+    index_runs(chunk.src_pages, announced_pages(chunk)?)
 }

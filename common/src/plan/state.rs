@@ -7,25 +7,32 @@ use crate::plan::bounds::{
 use crate::plan::heads::{TokenSlice, TpPair};
 use crate::plan::layers::{EntryPair, entry_pairs, mha_pairs};
 use crate::plan::mamba::{SlotBlock, SlotShape, slot_blocks};
-use crate::plan::pages::item_run_list;
-use crate::plan::peer::{
-    ComponentPlan, PlannerOptions, TensorPair, paired_runs, shared_by_item_len, total_heads,
-};
-use crate::plan::{PlanError, RunList};
+use crate::plan::pages::{index_runs, item_run_list};
+use crate::plan::parts::Groups;
+use crate::plan::peer::{PlannerOptions, total_heads};
+use crate::plan::{ComponentPlan, PlanError, RunList};
 use crate::schema::{AttentionKind, PeerState, RankLayout, StateKind, StateLayout};
 use crate::topology::ParallelConfig;
 
 /// How a component's items move.
 #[derive(Clone, Debug)]
 enum StateRule {
-    /// One slot; for each pair the pieces of it.
-    Slot(Vec<Vec<SlotBlock>>),
+    /// One slot, in pieces.
+    Slot(Groups<SlotPieces>),
     /// Whole pages or rows.
-    Items,
-    /// Pages, a slice of heads of each token; one slice for each pair.
-    Heads(Vec<TokenSlice>),
+    Items(Groups<u64>),
+    /// Pages, a slice of heads of each token.
+    Heads(Groups<TokenSlice>),
     /// Another rank sends the same bytes.
     Nothing,
+}
+
+/// The pieces of one slot of a tensor.
+#[derive(Clone, Debug, PartialEq)]
+struct SlotPieces {
+    blocks: Vec<SlotBlock>,
+    src_item_len: u64,
+    dst_item_len: u64,
 }
 
 /// Joins one component of a prefill rank with the decode's.
@@ -43,6 +50,29 @@ const fn tolerates_length_drift(kind: StateKind) -> bool {
         kind,
         StateKind::Swa | StateKind::Dsa | StateKind::MinimaxIndexK
     )
+}
+
+impl SlotPieces {
+    /// The pieces of slot `src`, each to its place in slot `dst`.
+    fn run_list(&self, src: i32, dst: i32) -> Result<RunList, PlanError> {
+        let overflow = || PlanError::Overflow {
+            what: "offset of a mamba slot",
+        };
+        let slot = |index: i32, item_len: u64| {
+            u64::try_from(index)
+                .ok()
+                .and_then(|index| index.checked_mul(item_len))
+                .ok_or_else(overflow)
+        };
+        let src_start = slot(src, self.src_item_len)?;
+        let dst_start = slot(dst, self.dst_item_len)?;
+        let runs = self.blocks.iter().map(|block| {
+            let src = src_start.checked_add(block.src).ok_or_else(overflow)?;
+            let dst = dst_start.checked_add(block.dst).ok_or_else(overflow)?;
+            Ok(piece(src, dst, block.len))
+        });
+        RunList::new(runs.collect::<Result<_, PlanError>>()?)
+    }
 }
 
 impl StatePlanner {
@@ -130,71 +160,28 @@ impl StatePlanner {
             src.get(..common).unwrap_or(src),
             dst.get(..common).unwrap_or(dst),
         );
-        let pairs = match &self.rule {
+        let parts = match &self.rule {
             StateRule::Nothing => Vec::new(),
-            StateRule::Items => {
-                let runs = paired_runs(src, dst)?;
-                shared_by_item_len(&self.bounds, |item_len| item_run_list(&runs, item_len))?
+            StateRule::Items(groups) => {
+                let runs = index_runs(src, dst)?;
+                groups.parts(|item_len| item_run_list(&runs, *item_len))?
             }
-            StateRule::Heads(slices) => {
-                let runs = paired_runs(src, dst)?;
-                let pairs = self.bounds.iter().zip(slices).map(|(bounds, slice)| {
-                    Ok(TensorPair {
-                        src: bounds.src,
-                        dst: bounds.dst,
-                        runs: slice.run_list(&runs)?,
-                    })
-                });
-                pairs.collect::<Result<_, PlanError>>()?
+            StateRule::Heads(groups) => {
+                let runs = index_runs(src, dst)?;
+                groups.parts(|slice| slice.run_list(&runs))?
             }
-            StateRule::Slot(blocks) => self.slot_pairs(blocks, src, dst)?,
+            StateRule::Slot(groups) => match (src.first(), dst.first()) {
+                (Some(src), Some(dst)) => groups.parts(|pieces| pieces.run_list(*src, *dst))?,
+                _ => Vec::new(),
+            },
         };
         let plan = ComponentPlan {
             component,
-            pairs,
+            parts,
             truncated_items: truncated as u64,
         };
         check_ends(self.kind.name(), &plan, &self.bounds)?;
         Ok(plan)
-    }
-
-    fn slot_pairs(
-        &self,
-        blocks: &[Vec<SlotBlock>],
-        src: &[i32],
-        dst: &[i32],
-    ) -> Result<Vec<TensorPair>, PlanError> {
-        let (Some(src), Some(dst)) = (src.first(), dst.first()) else {
-            return Ok(Vec::new());
-        };
-        let overflow = || PlanError::Overflow {
-            what: "offset of a mamba slot",
-        };
-        let slot = |index: i32, item_len: u64| {
-            u64::try_from(index)
-                .ok()
-                .and_then(|index| index.checked_mul(item_len))
-                .ok_or_else(overflow)
-        };
-        let mut pairs = Vec::with_capacity(blocks.len());
-        for (bounds, blocks) in self.bounds.iter().zip(blocks) {
-            let src_start = slot(*src, bounds.src_item_len)?;
-            let dst_start = slot(*dst, bounds.dst_item_len)?;
-            let runs = blocks.iter().map(|block| {
-                let src = src_start.checked_add(block.src).ok_or_else(overflow)?;
-                let dst = dst_start.checked_add(block.dst).ok_or_else(overflow)?;
-                Ok(piece(src, dst, block.len))
-            });
-            let runs = RunList::new(runs.collect::<Result<_, PlanError>>()?)?;
-            if runs.ranges() > 0 {
-                pairs.push(TensorPair {
-                    src: bounds.src,
-                    dst: bounds.dst,
-                    runs,
-                });
-            }
-        }
-        Ok(pairs)
     }
 
     /// How many items move; an error where the two lists must have the same length and have not.
@@ -237,15 +224,19 @@ impl StatePlanner {
         peer: &PeerState,
     ) -> Result<Self, PlanError> {
         let mut bounds = Vec::new();
-        let mut blocks = Vec::new();
+        let mut slots = Vec::new();
         for pair in live_pairs(parallel, state, peer)? {
             let shape = SlotPair::new(tp, state, peer, pair)?;
-            blocks.push(shape.blocks(tp)?);
+            slots.push(SlotPieces {
+                blocks: shape.blocks(tp)?,
+                src_item_len: shape.bounds.src_item_len,
+                dst_item_len: shape.bounds.dst_item_len,
+            });
             bounds.push(shape.bounds);
         }
         Ok(Self {
             kind: state.kind,
-            rule: StateRule::Slot(blocks),
+            rule: StateRule::Slot(Groups::new(slots.into_iter().zip(&bounds))),
             bounds,
         })
     }
@@ -273,7 +264,7 @@ impl StatePlanner {
         }
         // These items are the same on every TP rank, so one of several writers is elected.
         let rule = if tp.sends_replicated() {
-            StateRule::Items
+            StateRule::Items(Groups::by_item_len(&bounds))
         } else {
             StateRule::Nothing
         };
@@ -338,7 +329,7 @@ impl StatePlanner {
             bounds.push(entry);
         }
         let rule = if tp.sends_heads(heads) {
-            StateRule::Heads(slices)
+            StateRule::Heads(Groups::new(slices.into_iter().zip(&bounds)))
         } else {
             StateRule::Nothing
         };

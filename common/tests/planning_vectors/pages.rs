@@ -12,7 +12,7 @@ use crate::{number, numbers, optional, or_null, section};
 #[test]
 fn pages() {
     section("group_concurrent_contiguous", |input| {
-        let runs = index_runs(&numbers(&input["src"]), &numbers(&input["dst"]));
+        let runs = index_runs::<i64>(&numbers(&input["src"]), &numbers(&input["dst"]));
         let value = or_null(runs, |runs| {
             let src: Vec<_> = runs.iter().map(|run| [run.src, run.count]).collect();
             let dst: Vec<_> = runs.iter().map(|run| [run.dst, run.count]).collect();
@@ -22,7 +22,7 @@ fn pages() {
     });
     section("grouped_index_plan_from_indices", |input| {
         let item_len = number(&input["item_len"]);
-        let planned = index_runs(&numbers(&input["src"]), &numbers(&input["dst"]))
+        let planned = index_runs::<i64>(&numbers(&input["src"]), &numbers(&input["dst"]))
             .and_then(|runs| Ok((item_run_list(&runs, item_len)?, runs)));
         let value = or_null(planned, |(list, runs)| {
             let of = |field: fn(&IndexRun) -> u64| runs.iter().map(field).collect::<Vec<_>>();

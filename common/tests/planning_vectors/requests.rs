@@ -215,8 +215,8 @@ fn planned(case: &Value, request: &Request) -> Result<Written, PlanError> {
                 num_kv_tokens: None,
             };
             planner.check_kv_chunk(&chunk)?;
-            for pair in planner.plan_kv(&chunk)?.pairs {
-                add(0, 0, pair.src, pair.dst, &pair.runs);
+            for pair in planner.plan_kv(&chunk)?.pairs() {
+                add(0, 0, pair.src, pair.dst, pair.runs);
             }
             // Buffers are numbered in the order of their registration: kv, aux, then states.
             let mut src_first = request.prefill.kv.tensors.len() + request.prefill.aux.len();
@@ -227,8 +227,8 @@ fn planned(case: &Value, request: &Request) -> Result<Written, PlanError> {
                 if let (Some(src), Some(dst), true) = (src, dst, announced) {
                     let index = u16::try_from(at).expect("few components");
                     planner.check_state(index, src, dst)?;
-                    for pair in planner.plan_state(index, src, dst)?.pairs {
-                        add(src_first, dst_first, pair.src, pair.dst, &pair.runs);
+                    for pair in planner.plan_state(index, src, dst)?.pairs() {
+                        add(src_first, dst_first, pair.src, pair.dst, pair.runs);
                     }
                 }
                 src_first += state.tensors.len();

@@ -44,7 +44,8 @@ fn heads() {
             )
         })
         .and_then(|slice| {
-            let runs = index_runs(&numbers(&input["src_pages"]), &numbers(&input["dst_pages"]))?;
+            let runs =
+                index_runs::<i64>(&numbers(&input["src_pages"]), &numbers(&input["dst_pages"]))?;
             Ok((slice, slice.run_list(&runs)?))
         });
         let value = or_null(planned, |(slice, list)| {

@@ -182,7 +182,7 @@ fn like(local: &RankLayout, peer: PeerLayout) -> PeerLayout {
 pub fn check_plan(plan: &ComponentPlan, src: &[u64], dst: &[u64]) -> Result<(), TestCaseError> {
     plan.bytes();
     let mut written: HashMap<usize, Vec<(u64, u64)>> = HashMap::new();
-    for pair in &plan.pairs {
+    for pair in plan.pairs() {
         let src_bytes = src.get(pair.src).copied().unwrap_or_default();
         let dst_bytes = dst.get(pair.dst).copied().unwrap_or_default();
         prop_assert!(
