@@ -66,7 +66,6 @@ struct Setup {
     page_bytes: u64,
     transport: String,
     rooms: u64,
-    echo_to: SocketAddr,
 }
 
 /// Its answer, once all rooms are open.
@@ -149,55 +148,28 @@ pub fn run(args: &TurnaroundArgs) -> Result<()> {
     Ok(())
 }
 
+/// Microseconds of each request, and of each bare round trip.
+type Samples = (Vec<f64>, Vec<f64>);
+
 async fn measure(args: &TurnaroundArgs, layers: u32, bootstrap: &str) -> Result<Row> {
-    let mut echoes = bind()?;
     let setup = Setup {
         bootstrap: bootstrap.to_owned(),
         layers,
         page_bytes: args.page_bytes,
         transport: args.transport.name().to_owned(),
         rooms: (WARM_UP + args.samples) as u64,
-        echo_to: echoes.local_addr(),
     };
     // Its lines are few, and nothing else has begun.
     let mut prefill = LineChild::again("turnaround-prefill")?;
     let ready: Ready = prefill.ask(&setup)?;
     let rank = start_rank(&setup, Role::Decode).await?;
-    let echo = PushPeer::new(&ready.echo_at.to_string(), PushOptions::default());
-    let (mut turnarounds, mut round_trips) = (Vec::new(), Vec::new());
-    for room in 0..setup.rooms {
-        let open = OpenRoom {
-            room,
-            bootstrap: Some(bootstrap.to_owned()),
-            prefill_dp_rank: None,
-            aux_index: None,
-        };
-        rank.open(open).await?;
-        let page = i32::try_from(room * 7 % u64::from(PAGES))?;
-        let announce = Announce {
-            kv_indices: Indices(vec![page]),
-            aux_index: Some(u32::try_from(room % u64::from(PAGES))?),
-            ..Announce::default()
-        };
-        let begun = Instant::now();
-        rank.announce(room, announce).await?;
-        let view = rank.wait(room, Some(RoomStatus::Success), PATIENCE).await?;
-        let turnaround = begun.elapsed();
-        ensure!(
-            view.status == RoomStatus::Success,
-            "room {room} ended as {view:?}"
-        );
-        rank.clear(room).await?;
-
-        let begun = Instant::now();
-        echo.send(&[vec![0; ECHO_BYTES]]).await?;
-        echoes.recv().await.context("the echo has gone")?;
-        let round_trip = begun.elapsed();
-        if room >= WARM_UP as u64 {
-            turnarounds.push(turnaround.as_secs_f64() * 1e6);
-            round_trips.push(round_trip.as_secs_f64() * 1e6);
-        }
-    }
+    let (done, is_done) = tokio::sync::oneshot::channel();
+    let (engine, room_setup) = (rank.clone(), setup.clone());
+    rank.spawn(async move {
+        // Whoever waits for it has gone only if the whole run failed.
+        let _ = done.send(decode(&engine, &room_setup, &ready).await);
+    });
+    let (turnarounds, round_trips) = is_done.await.context("the decode rank has ended")??;
     rank.stop("the benchmark is over").await;
     Ok(Row {
         layers,
@@ -213,12 +185,63 @@ async fn measure(args: &TurnaroundArgs, layers: u32, bootstrap: &str) -> Result<
     })
 }
 
+/// The decode engine, on its rank's thread.
+async fn decode(rank: &RankHandle, setup: &Setup, ready: &Ready) -> Result<Samples> {
+    let mut echoes = bind()?;
+    // The echo is told where it goes.
+    let message = [
+        echoes.local_addr().to_string().into_bytes(),
+        vec![0; ECHO_BYTES],
+    ];
+    let echo = PushPeer::new(&ready.echo_at.to_string(), PushOptions::default());
+    let (mut turnarounds, mut round_trips) = (Vec::new(), Vec::new());
+    for room in 0..setup.rooms {
+        let open = OpenRoom {
+            room,
+            bootstrap: Some(setup.bootstrap.clone()),
+            prefill_dp_rank: None,
+            aux_index: None,
+        };
+        rank.open(open).await?;
+        let page = i32::try_from(room * 7 % u64::from(PAGES))?;
+        let announce = Announce {
+            kv_indices: Indices(vec![page]),
+            aux_index: Some(u32::try_from(room % u64::from(PAGES))?),
+            ..Announce::default()
+        };
+        let begun = Instant::now();
+        // An engine need not wait for the one before it asks for the other.
+        let (announced, view) = tokio::join!(
+            rank.announce(room, announce),
+            rank.wait(room, Some(RoomStatus::Success), PATIENCE)
+        );
+        let turnaround = begun.elapsed();
+        announced?;
+        let view = view?;
+        ensure!(
+            view.status == RoomStatus::Success,
+            "room {room} ended as {view:?}"
+        );
+        rank.clear(room).await?;
+
+        let begun = Instant::now();
+        echo.send(&message).await?;
+        echoes.recv().await.context("the echo has gone")?;
+        let round_trip = begun.elapsed();
+        if room >= WARM_UP as u64 {
+            turnarounds.push(turnaround.as_secs_f64() * 1e6);
+            round_trips.push(round_trip.as_secs_f64() * 1e6);
+        }
+    }
+    Ok((turnarounds, round_trips))
+}
+
 fn bind() -> Result<PullSocket> {
     let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     Ok(PullSocket::bind(any_port, FrameLimits::default())?)
 }
 
-/// The prefill process: plays the prefill engine, and the echo.
+/// The prefill process: its engine and the echo run on the rank's thread.
 ///
 /// # Errors
 /// When a request fails.
@@ -227,16 +250,6 @@ pub fn serve_prefill() -> Result<()> {
     std::io::stdin().read_line(&mut line)?;
     let setup: Setup = serde_json::from_str(&line)?;
     actix_rt::System::new().block_on(async move {
-        let mut echoes = bind()?;
-        let back = PushPeer::new(&setup.echo_to.to_string(), PushOptions::default());
-        let echo_at = echoes.local_addr();
-        tokio::task::spawn_local(async move {
-            while let Some(received) = echoes.recv().await {
-                if back.send(&received.frames).await.is_err() {
-                    return;
-                }
-            }
-        });
         let rank = start_rank(&setup, Role::Prefill).await?;
         for room in 0..setup.rooms {
             let aux_index = u32::try_from(room % u64::from(PAGES))?;
@@ -248,27 +261,52 @@ pub fn serve_prefill() -> Result<()> {
             };
             rank.open(open).await?;
         }
-        reply(&Ready { echo_at })?;
-        for room in 0..setup.rooms {
-            let view = rank
-                .wait(room, Some(RoomStatus::WaitingForInput), PATIENCE)
-                .await?;
-            ensure!(
-                view.status == RoomStatus::WaitingForInput,
-                "room {room}: {view:?}"
-            );
-            let page = i32::try_from(room * 5 % u64::from(PAGES))?;
-            let chunk = Chunk {
-                kv_indices: Indices(vec![page]),
-                last: true,
-                ..Chunk::default()
-            };
-            rank.send_chunk(room, chunk).await?;
-        }
+        let engine = rank.clone();
+        let (done, is_done) = tokio::sync::oneshot::channel();
+        rank.spawn(async move {
+            // Whoever waits for it has gone only if the whole run failed.
+            let _ = done.send(prefill(&engine, &setup).await);
+        });
+        is_done.await.context("the prefill rank has ended")??;
         // The decode process ends this one.
         std::future::pending::<()>().await;
         Ok(())
     })
+}
+
+/// The prefill engine and the echo, on the rank's thread.
+async fn prefill(rank: &RankHandle, setup: &Setup) -> Result<()> {
+    let mut echoes = bind()?;
+    let echo_at = echoes.local_addr();
+    tokio::task::spawn_local(async move {
+        let mut back_opt: Option<PushPeer> = None;
+        while let Some(received) = echoes.recv().await {
+            let to = received.frames.first().map(Vec::as_slice);
+            let to = String::from_utf8_lossy(to.unwrap_or_default());
+            let back = back_opt.get_or_insert_with(|| PushPeer::new(&to, PushOptions::default()));
+            if back.send(&received.frames).await.is_err() {
+                return;
+            }
+        }
+    });
+    reply(&Ready { echo_at })?;
+    for room in 0..setup.rooms {
+        let view = rank
+            .wait(room, Some(RoomStatus::WaitingForInput), PATIENCE)
+            .await?;
+        ensure!(
+            view.status == RoomStatus::WaitingForInput,
+            "room {room}: {view:?}"
+        );
+        let page = i32::try_from(room * 5 % u64::from(PAGES))?;
+        let chunk = Chunk {
+            kv_indices: Indices(vec![page]),
+            last: true,
+            ..Chunk::default()
+        };
+        rank.send_chunk(room, chunk).await?;
+    }
+    Ok(())
 }
 
 /// A rank with one pool, as an engine in Rust starts it.

@@ -14,7 +14,7 @@ use std::net::IpAddr;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use actix::Addr;
+use actix::{Addr, ArbiterHandle};
 use common::ids::Room;
 use common::plan::PlannerOptions;
 use common::schema::RankLayout;
@@ -108,6 +108,7 @@ pub struct SessionSummary {
 #[derive(Clone, Debug)]
 pub struct RankHandle {
     address: Addr<RankActor>,
+    arbiter: ArbiterHandle,
     role: Role,
     engine_key: String,
     control: String,
@@ -137,6 +138,13 @@ impl RankHandle {
     /// The rank's control socket, `host:port`.
     pub fn control(&self) -> &str {
         &self.control
+    }
+
+    /// Runs an engine's own asynchronous code on the rank's thread, so that no call between the
+    /// two has to wake a thread. It must not block: the rank stands still meanwhile. It is dropped
+    /// when the rank ends. False when the rank has ended already.
+    pub fn spawn(&self, engine: impl Future<Output = ()> + Send + 'static) -> bool {
+        self.arbiter.spawn(engine)
     }
 
     /// Whether the rank's actor runs.

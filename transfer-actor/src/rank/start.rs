@@ -66,6 +66,7 @@ impl RankHandle {
         let mut unregistered = Unregistered(Some(address.clone()));
         let handle = Self {
             address,
+            arbiter: arbiter.handle(),
             role: config.role,
             engine_key: engine.desc().key,
             control: control.to_string(),
