@@ -3,9 +3,9 @@
  *   raw_limit recv POOL...                          receives over TCP; prints its port
  *   raw_limit send THREADS PORT ARRAYS POOL... -- POOL...   source pools, then destination pools
  *
- * `send` answers each line of its input with the nanoseconds that a round took: "shm" copies every
- * range with THREADS threads between the mapped pools, "tcp" sends every range over THREADS
- * streams to `recv`. Threads take blocks of ranges from one counter, so that none idles while
+ * `send` answers each line of its input with the nanoseconds that a round took: "copy" copies every
+ * range with THREADS threads between the mapped pools (memcpy), "stream" does so past the caches
+ * where the processor can, "tcp" sends every range over THREADS streams to `recv`. Threads take blocks of ranges from one counter, so that none idles while
  * another is held up.
  *
  * ARRAYS holds native 64-bit numbers: the number of requests, then for each request the number of
@@ -134,13 +134,38 @@ static void load(const char *path) {
   fclose(file);
 }
 
+/* On some processors faster than memcpy for pages that are copied once, on others slower. */
+#ifdef __x86_64__
+#include <immintrin.h>
+__attribute__((target("avx2"))) static void copy_past_caches(char *dst, const char *src, size_t n) {
+  size_t head = -(uintptr_t)dst & 31;
+  if (head > n) head = n;
+  memcpy(dst, src, head);
+  size_t at = head;
+  for (; at + 128 <= n; at += 128) {
+    _mm_prefetch(src + at + 512, _MM_HINT_T0);
+    _mm_prefetch(src + at + 576, _MM_HINT_T0);
+    for (int k = 0; k < 128; k += 32)
+      _mm256_stream_si256((__m256i *)(dst + at + k), _mm256_loadu_si256((const __m256i *)(src + at + k)));
+  }
+  memcpy(dst + at, src + at, n - at);
+  _mm_sfence();
+}
+static int can_stream(void) { return __builtin_cpu_supports("avx2"); }
+#else
+static void copy_past_caches(char *dst, const char *src, size_t n) { memcpy(dst, src, n); }
+static int can_stream(void) { return 0; }
+#endif
+static int streaming;
+
 static void *copy_some(void *unused) {
   for (;;) {
     size_t at = __atomic_fetch_add(&next_block, 1, __ATOMIC_RELAXED);
     if (at >= copy_block_count) return unused;
     const range_t *r = ranges + copy_blocks[at].first;
     for (size_t i = 0; i < copy_blocks[at].count; i++, r++)
-      memcpy(dst_pools[r->pool] + r->dst, src_pools[r->pool] + r->src, r->len);
+      if (streaming) copy_past_caches(dst_pools[r->pool] + r->dst, src_pools[r->pool] + r->src, r->len);
+      else memcpy(dst_pools[r->pool] + r->dst, src_pools[r->pool] + r->src, r->len);
   }
 }
 
@@ -190,6 +215,7 @@ int main(int count, char **words) {
     void *(*work)(void *) = line[0] == 't' ? send_some : copy_some;
     pthread_t others[MAX_THREADS];
     next_block = 0;
+    streaming = line[0] == 's' && can_stream();
     uint64_t begun = now();
     for (int k = 1; k < threads; k++) pthread_create(&others[k], 0, work, (void *)(intptr_t)k);
     work(0);

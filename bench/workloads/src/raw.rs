@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use io_engine::TransportKind;
 
-use crate::process::LineChild;
+use crate::process::{LineChild, cpu_seconds};
 
 const SOURCE: &str = include_str!("../raw/raw_limit.c");
 
@@ -54,14 +54,27 @@ impl RawLimit {
     }
 
     /// Its processes.
-    pub fn pids(&self) -> [u32; 2] {
+    fn pids(&self) -> [u32; 2] {
         [self.sender.pid(), self.receiver.pid()]
     }
 
-    /// Moves every request once; the seconds that it took.
-    pub fn round(&mut self, kind: TransportKind) -> Result<f64> {
-        self.sender.tell(kind.name())?;
-        Ok(self.sender.line()?.parse::<f64>()? / 1e9)
+    /// Moves every request once in each way that the transport's limit could be; the seconds that
+    /// the fastest took, and the processor seconds of that one.
+    pub fn round(&mut self, kind: TransportKind) -> Result<(f64, f64)> {
+        let ways: &[&str] = match kind {
+            TransportKind::Tcp => &["tcp"],
+            _ => &["copy", "stream"],
+        };
+        let mut fastest = (f64::INFINITY, 0.0);
+        for way in ways {
+            let before = cpu_seconds(&self.pids())?;
+            self.sender.tell(way)?;
+            let seconds = self.sender.line()?.parse::<f64>()? / 1e9;
+            if seconds < fastest.0 {
+                fastest = (seconds, cpu_seconds(&self.pids())? - before);
+            }
+        }
+        Ok(fastest)
     }
 }
 

@@ -191,13 +191,13 @@ async fn replay_model(args: &ReplayArgs, model: &Model) -> Result<Vec<Row>> {
             let (mut own_seconds, mut raw_seconds) = (0.0, 0.0);
             for turn in 0..2 {
                 let own_before = cpu_seconds(&own_pids)?;
-                let raw_before = cpu_seconds(&raw.pids())?;
                 if (round + turn) % 2 == 0 {
                     own_seconds = run.round(count).await?;
                     own_cpu += cpu_seconds(&own_pids)? - own_before;
                 } else {
-                    raw_seconds = raw.round(*kind)?;
-                    raw_cpu += cpu_seconds(&raw.pids())? - raw_before;
+                    let (seconds, cpu) = raw.round(*kind)?;
+                    raw_seconds = seconds;
+                    raw_cpu += cpu;
                 }
             }
             ours.push(own_seconds);
