@@ -32,6 +32,13 @@ pub(crate) struct PieceRange {
     pub len: u64,
 }
 
+impl PieceRange {
+    /// Whether a range that begins there is adjacent to this one on both sides.
+    const fn continues_at(&self, pair: usize, src: u64, dst: u64) -> bool {
+        self.pair == pair && self.src + self.len == src && self.dst + self.len == dst
+    }
+}
+
 /// A part of a batch that one worker moves at once. The buffer is reused.
 #[derive(Debug, Default)]
 pub(crate) struct Piece {
@@ -87,12 +94,20 @@ impl Cursor {
             let len = (run.len.get() - cursor.within).min(piece_bytes - piece.bytes);
             // The list's constructor checked that the end of every run fits 64 bits.
             let step = u64::from(cursor.step);
-            piece.ranges.push(PieceRange {
-                pair: cursor.pair,
-                src: run.src.get() + step * run.src_stride + cursor.within,
-                dst: run.dst.get() + step * run.dst_stride + cursor.within,
-                len,
-            });
+            let (src, dst) = (
+                run.src.get() + step * run.src_stride + cursor.within,
+                run.dst.get() + step * run.dst_stride + cursor.within,
+            );
+            let before = piece.ranges.last_mut();
+            match before.filter(|before| before.continues_at(cursor.pair, src, dst)) {
+                Some(before) => before.len += len,
+                None => piece.ranges.push(PieceRange {
+                    pair: cursor.pair,
+                    src,
+                    dst,
+                    len,
+                }),
+            }
             piece.bytes += len;
             cursor.within += len;
             if cursor.within == run.len.get() {
@@ -400,6 +415,38 @@ mod tests {
         assert_eq!(seen, expected);
         let moved = TransferHandle(status).wait(Duration::ZERO);
         assert_eq!(moved.unwrap().unwrap().ranges, 2000 + 5 + 2 + 1);
+    }
+
+    #[test]
+    fn ranges_that_are_adjacent_on_both_sides_are_one() {
+        let run = |src, dst| StridedRun::contiguous(ByteOffset(src), ByteOffset(dst), ByteLen(8));
+        let dense = StridedRun {
+            count: 10,
+            src_stride: 8,
+            dst_stride: 8,
+            ..run(100, 200)
+        };
+        let lists = [
+            vec![run(0, 0), run(8, 8), run(16, 40), dense],
+            vec![run(180, 280)],
+        ];
+        let pairs = pairs(&lists);
+        let (queue, status) = (BatchQueue::default(), status(&pairs));
+        queue.push(job(&pairs), status, 'a', PIECE_BYTES);
+        let mut piece = Piece::default();
+        take(&queue, &mut piece).unwrap();
+        let found: Vec<_> = piece
+            .ranges
+            .iter()
+            .map(|range| (range.pair, range.src, range.dst, range.len))
+            .collect();
+        let expected = [
+            (0, 0, 0, 16),
+            (0, 16, 40, 8),
+            (0, 100, 200, 80),
+            (1, 180, 280, 8),
+        ];
+        assert_eq!(found, expected, "and never across pairs");
     }
 
     #[test]
