@@ -287,7 +287,8 @@ impl Drop for RegionGuard {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         gate.users -= 1;
-        if gate.users == 0 {
+        // Only a closing region is waited for; waking nobody would cost a system call each time.
+        if gate.users == 0 && gate.closed {
             registered.drained.notify_all();
         }
     }
