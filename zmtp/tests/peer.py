@@ -10,6 +10,8 @@ def push(endpoint, kind):
     socket = zmq.Context().socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, 10_000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 20)
+    # Often, but patient: a busy machine may answer late.
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
     socket.connect(endpoint)
     if kind == "shapes":
         socket.send_multipart([b"one"])
@@ -27,6 +29,8 @@ def push(endpoint, kind):
 def pull(messages):
     socket = zmq.Context().socket(zmq.PULL)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 20)
+    # Often, but patient: a busy machine may answer late.
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     print("port", port, flush=True)
     total = frames = 0

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use actix_web::dev::Server;
-use actix_web::http::StatusCode;
+use actix_web::http::{KeepAlive, StatusCode};
 use actix_web::web::{Data, Json, JsonConfig, Path, PathConfig, Query, QueryConfig};
 use actix_web::{App, HttpResponse, HttpServer, ResponseError, web};
 use anyhow::{Context, Result};
@@ -25,6 +25,8 @@ const MAX_POLL: Duration = Duration::from_secs(300);
 /// Handlers never block, so few threads serve many engines.
 const WORKERS: usize = 2;
 const SHUTDOWN_SECONDS: u64 = 1;
+/// Time for a new connection's first request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl ResponseError for ApiError {
     fn status_code(&self) -> StatusCode {
@@ -79,6 +81,9 @@ pub(super) fn api_server(service: Arc<Service>, listener: UnixListener) -> Resul
                 .default_service(web::to(unknown_route))
         })
         .workers(WORKERS)
+        // An engine keeps its connections, and must not find one closed just when it writes.
+        .keep_alive(KeepAlive::Os)
+        .client_request_timeout(REQUEST_TIMEOUT)
         .shutdown_timeout(SHUTDOWN_SECONDS)
         .disable_signals()
         .listen_uds(listener)
