@@ -297,3 +297,32 @@ impl Drop for Cma {
         self.close();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_says_what_to_change() {
+        let explained = |code| {
+            let error = io::Error::from_raw_os_error(code);
+            explain("process_vm_writev to", 4711, &error)
+        };
+        let refused = explained(libc::EPERM);
+        assert_eq!(refused.kind(), TransportErrorKind::PermissionDenied);
+        for hint in [
+            "process 4711",
+            "kernel.yama.ptrace_scope",
+            "CAP_SYS_PTRACE",
+            "tcp",
+        ] {
+            assert!(refused.to_string().contains(hint), "{refused}");
+        }
+        assert_eq!(explained(libc::ESRCH).kind(), TransportErrorKind::PeerDead);
+        assert_eq!(
+            explained(libc::EFAULT).kind(),
+            TransportErrorKind::NotRegistered
+        );
+        assert!(refused.is_quiesced(), "the call has returned");
+    }
+}
