@@ -1,21 +1,26 @@
 """The rules that every path of the benchmarks keeps: arenas, page lists, timing, verification.
 
 Each bench script is the *initiator*; it starts itself again as the *target* process
-(``--role target``), and the two talk over a socket pair with one JSON object for each line. The
-target owns a destination arena, the initiator a source arena; a Driver moves bytes between them.
+(``--role target``), and the two talk over a socket pair with one JSON object for each line. Each
+owns an arena; a Driver moves bytes from the one to the other.
 
-* Arenas have 4 KiB pages and are faulted in before anything is timed.
+* Arenas have 4 KiB pages (``--thp``: huge ones) and are faulted in before anything is timed.
 * Each case rotates over ``--variants`` page lists, random on both sides, so that data is out of
   the last-level cache.
-* A sample is one blocking batch call of the path's public interface, from its beginning to
-  completion at the initiator. Addresses are prepared before.
+* A sample is one blocking batch call of the path's public interface: what that does with its
+  descriptors, the bytes, and completion at the initiator. Addresses are prepared before.
 * Warm-up samples are thrown away; medians are of the rest.
-* Afterwards the target zeroes its arena, a batch is repeated, and every byte is compared: what was
-  named must have arrived, nothing else may have changed.
+* Afterwards the receiving arena is zeroed, a batch is repeated, and every byte is compared: what
+  was named must have arrived, and nothing else may have changed.
 * GB is 1e9 bytes.
 
-A result is one JSON line; ``init_cpu_s_per_GB`` and ``tgt_cpu_s_per_GB`` are CPU-seconds of the two
-processes for each GB moved, ``noise_cores`` what everybody else used meanwhile.
+A script times its cases once, or (``--serve``) takes its turns from standard input, one JSON object
+``{"case", "samples", "warm", "verify"}`` a line; run.py lets several paths take turns so.
+
+Fields of a result, one JSON line: peer, path, tag, op, case, bytes, n_desc, desc_size, samples;
+GBps_median/min/max; us_median/p99/min/max; cpu_init, cpu_tgt (CPU-seconds for each second while
+timing); init/tgt_cpu_s_per_GB; rss_over_arena_MiB_init/tgt (peak, beyond one arena); noise_cores
+(what everybody else on the machine used); verified (null if this turn did not verify).
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ import subprocess
 import sys
 import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 
@@ -40,31 +46,45 @@ MIB = 1 << 20
 CASES = {
     "contig_64MiB": (1, 64 * MIB, "bandwidth"),
     "contig_256MiB": (1, 256 * MIB, "bandwidth"),
+    "pages_512x64KiB": (512, 64 * KIB, "bandwidth"),
     "pages_1024x16KiB": (1024, 16 * KIB, "bandwidth"),
     "pages_4096x4KiB": (4096, 4 * KIB, "bandwidth"),
-    "pages_512x64KiB": (512, 64 * KIB, "bandwidth"),
     "lat_4KiB": (1, 4 * KIB, "latency"),
     "lat_64KiB": (1, 64 * KIB, "latency"),
 }
+LATENCY_VARIANTS = 256
+# In a hurry a turn still has so many samples.
+FEWEST_SAMPLES = 3
 
 
 def add_args(parser):
     """Adds the options that every bench script has."""
     parser.add_argument("--role", default="initiator", choices=["initiator", "target"])
-    parser.add_argument("--ctl-fd", type=int, default=-1)
+    parser.add_argument("--ctl-fd", type=int, default=-1, help="the target's socket")
+    parser.add_argument("--serve", action="store_true", help="take turns from standard input")
     parser.add_argument("--arena-mib", type=int, default=512)
+    parser.add_argument("--thp", action="store_true", help="ask for huge pages in both arenas")
+    parser.add_argument("--op", default="write", choices=["write", "read"])
     parser.add_argument("--variants", type=int, default=8, help="page lists of a bandwidth case")
     parser.add_argument("--samples", type=int, default=15, help="timed samples of a bandwidth case")
     parser.add_argument("--lat-samples", type=int, default=2000)
-    parser.add_argument("--budget-s", type=float, default=12.0, help="most seconds of timing a case")
+    parser.add_argument("--budget-s", type=float, default=12.0, help="most seconds timing a case")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--tag", default="", help="copied into the results")
     parser.add_argument("--seed", type=int, default=1)
     return parser
 
 
+def build_folder() -> Path:
+    """Where what is built for the benchmarks lies."""
+    default = Path(__file__).parents[2] / "target" / "peers"
+    folder = Path(os.environ.get("BENCH_BUILD_DIR", default))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def pattern(seed: int, offset: int, length: int) -> np.ndarray:
-    """Bytes of the source pattern; offset and length are multiples of 8. Never zero words."""
+    """Bytes of the source pattern; offset and length are multiples of 8. No word is zero."""
     index = np.arange(offset // 8, (offset + length) // 8, dtype=np.uint64)
     with np.errstate(over="ignore"):
         words = (index + np.uint64(seed * 1000003)) * np.uint64(0x9E3779B97F4A7C15)
@@ -76,7 +96,7 @@ def pattern(seed: int, offset: int, length: int) -> np.ndarray:
 class Arena:
     """A pool of bytes: private, or a file that another process maps too."""
 
-    def __init__(self, size: int, shared_path: str | None = None):
+    def __init__(self, size: int, shared_path: str | None = None, thp: bool = False):
         self.size = size
         if shared_path:
             fd = os.open(shared_path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -86,10 +106,11 @@ class Arena:
             os.close(fd)
         else:
             self.map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.map.madvise(mmap.MADV_NOHUGEPAGE)
+        self.map.madvise(mmap.MADV_HUGEPAGE if thp else mmap.MADV_NOHUGEPAGE)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8)
         self.address = self.bytes.ctypes.data
-        self.bytes[::4096] = 0
+        # Faults every page in, and changes none that another process has filled.
+        self.bytes[::4096] |= 0
 
     def fill(self, seed: int):
         """Writes the source pattern everywhere."""
@@ -102,13 +123,13 @@ class Arena:
         self.bytes.fill(0)
 
     def changed_words(self) -> int:
-        """Words that are not zero."""
+        """How many words are not zero."""
         blocks = range(0, self.size, MIB)
         words = (self.bytes[block : block + MIB].view(np.uint64) for block in blocks)
         return sum(int(np.count_nonzero(block)) for block in words)
 
     def mismatches(self, seed: int, src: int, dst: int, length: int) -> int:
-        """MiB blocks at dst that are not the pattern of src."""
+        """How many MiB blocks at dst are not the pattern of src."""
         bad = 0
         for offset in range(0, length, MIB):
             step = min(MIB, length - offset)
@@ -130,6 +151,19 @@ def offsets(case: str, variant: int, arena: int, seed: int, side: str) -> np.nda
     return np.random.default_rng(digest).permutation(slots)[:count].astype(np.int64) * size
 
 
+def verify(arena: Arena, seed: int, case: str, variant: int) -> dict:
+    """Compares what one batch had to move: `bad` blocks, and `stray` words that changed although
+    the batch does not name them. Zeroes what it compared."""
+    _, size, _ = CASES[case]
+    bad = 0
+    src = offsets(case, variant, arena.size, seed, "src").tolist()
+    dst = offsets(case, variant, arena.size, seed, "dst").tolist()
+    for src_offset, dst_offset in zip(src, dst):
+        bad += arena.mismatches(seed, src_offset, dst_offset, size)
+        arena.bytes[dst_offset : dst_offset + size] = 0
+    return {"bad": bad, "stray": arena.changed_words()}
+
+
 def own_cpu_s() -> float:
     """CPU-seconds of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -141,6 +175,22 @@ def busy_s() -> float:
     with open("/proc/stat", encoding="ascii") as stat:
         ticks = [int(field) for field in stat.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_rss(pid: int) -> int:
+    """Peak memory of a process in bytes."""
+    with open(f"/proc/{pid}/status", encoding="utf-8") as status:
+        peaks = [line.split()[1] for line in status if line.startswith("VmHWM")]
+    return int(peaks[0]) * KIB if peaks else 0
+
+
+def reset_peak_rss(pid: int):
+    """Begins the peak anew, where the kernel lets us."""
+    try:
+        with open(f"/proc/{pid}/clear_refs", "w", encoding="ascii") as clear_refs:
+            clear_refs.write("5")
+    except OSError:
+        pass
 
 
 class Control:
@@ -178,13 +228,23 @@ class Driver:
 
     peer = "base"
     path = "base"
+    # The arena that is written, if it is not the target's: for copies within the initiator.
+    local_destination: Arena | None = None
 
     def __init__(self, args):
         self.args = args
 
     def make_arena(self, role: str) -> Arena:
         """The arena of this process; `role` is `initiator` or `target`."""
-        return Arena(self.args.arena_mib * MIB)
+        return Arena(self.args.arena_mib * MIB, thp=self.args.thp)
+
+    def engine_pid(self) -> int:
+        """The process whose CPU and memory are measured."""
+        return os.getpid()
+
+    def cpu_s(self) -> float:
+        """CPU-seconds of that process so far."""
+        return own_cpu_s()
 
     def target_setup(self, arena: Arena) -> dict:
         """What the initiator is told."""
@@ -197,14 +257,32 @@ class Driver:
         """Connects the initiator to the target."""
 
     def prepare(self, count: int, size: int, src: np.ndarray, dst: np.ndarray):
-        """Makes what `transfer` takes, from offsets on both sides. Not timed."""
+        """Makes what `transfer` takes, from offsets of what is read and what is written."""
         raise NotImplementedError
+
+    def prepare_case(self, case: str, variants: range):
+        """Prepares every variant of a case; not timed, and done once for each case."""
+        count, size, _ = CASES[case]
+        arena, seed = self.args.arena_mib * MIB, self.args.seed
+        return [
+            self.prepare(
+                count,
+                size,
+                offsets(case, variant, arena, seed, "src"),
+                offsets(case, variant, arena, seed, "dst"),
+            )
+            for variant in variants
+        ]
 
     def transfer(self, prepared):
         """Moves one batch; returns when it is complete, raises when it failed."""
         raise NotImplementedError
 
-    def measure(self, prepared: list, warm: int, samples: int) -> list[int]:
+    def transfer_variant(self, prepared, variant: int):
+        """Moves the batch of one variant of what `prepare_case` made."""
+        self.transfer(prepared[variant])
+
+    def measure(self, prepared, warm: int, samples: int) -> list[int]:
         """Nanoseconds of each timed batch."""
         for sample in range(warm):
             self.transfer(prepared[sample % len(prepared)])
@@ -215,37 +293,30 @@ class Driver:
             began = time.perf_counter_ns()
             self.transfer(batch)
             nanoseconds.append(time.perf_counter_ns() - began)
-            if len(nanoseconds) >= 5 and time.perf_counter() > deadline:
+            if len(nanoseconds) >= FEWEST_SAMPLES and time.perf_counter() > deadline:
                 break
         return nanoseconds
-
-    def cpu_s(self) -> float:
-        """CPU-seconds of this side so far."""
-        return own_cpu_s()
 
     def close(self):
         """Ends the initiator."""
 
 
-def verify(arena: Arena, seed: int, case: str, variant: int) -> dict:
-    """Compares what one batch had to move; whatever else is not zero is stray."""
-    _, size, _ = CASES[case]
-    bad = 0
-    src = offsets(case, variant, arena.size, seed, "src").tolist()
-    dst = offsets(case, variant, arena.size, seed, "dst").tolist()
-    for src_offset, dst_offset in zip(src, dst):
-        bad += arena.mismatches(seed, src_offset, dst_offset, size)
-        arena.bytes[dst_offset : dst_offset + size] = 0
-    return {"bad": bad, "stray": arena.changed_words()}
+def prepare_arena(arena: Arena, role: str, args):
+    """Gives an arena its contents: the pattern where bytes come from, zeros where they go."""
+    if (role == "initiator") == (args.op == "write"):
+        arena.fill(args.seed)
+    else:
+        arena.zero()
 
 
 def target_main(driver: Driver):
     """The target process, until the initiator is gone."""
     control = Control(socket.socket(fileno=driver.args.ctl_fd))
     arena = driver.make_arena("target")
-    arena.zero()
+    prepare_arena(arena, "target", driver.args)
     info = driver.target_setup(arena)
-    control.send(address=arena.address, pid=os.getpid(), info=info)
+    pids = sorted({os.getpid(), driver.engine_pid()})
+    control.send(address=arena.address, pid=os.getpid(), pids=pids, info=info)
     while True:
         try:
             message = control.receive()
@@ -256,8 +327,11 @@ def target_main(driver: Driver):
                 case "zero":
                     arena.zero()
                     control.send()
+                case "reset":
+                    reset_peak_rss(driver.engine_pid())
+                    control.send()
                 case "stat":
-                    control.send(cpu_s=driver.cpu_s())
+                    control.send(cpu_s=driver.cpu_s(), peak=peak_rss(driver.engine_pid()))
                 case "verify":
                     found = verify(arena, driver.args.seed, message["case"], message["variant"])
                     control.send(**found)
@@ -267,86 +341,137 @@ def target_main(driver: Driver):
                     break
         except Exception as error:  # told to the initiator, which ends the case
             control.send(error=repr(error))
+    # Peers' libraries may hold threads that never end.
     os._exit(0)
 
 
+class Initiator:
+    """The initiator process with its target."""
+
+    def __init__(self, driver_class, args):
+        self.args = args
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, *sys.argv, "--role", "target", "--ctl-fd", str(theirs.fileno())]
+        self.target = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.control = Control(ours)
+        self.driver = driver_class(args)
+        self.arena = self.driver.make_arena("initiator")
+        prepare_arena(self.arena, "initiator", args)
+        hello = self.control.receive()
+        info = hello["info"] | {"address": hello["address"], "pid": hello["pid"]}
+        self.driver.setup(self.arena, info)
+        self.pids = sorted({os.getpid(), self.driver.engine_pid(), *hello["pids"]})
+        self.prepared = {}
+
+    def turn(self, case: str, samples: int, warm: int, is_verifying: bool) -> dict:
+        """Times a case, and says so if that failed."""
+        driver, args = self.driver, self.args
+        result = {"peer": driver.peer, "path": driver.path, "tag": args.tag, "op": args.op}
+        result["case"] = case
+        try:
+            result |= self.measure(case, samples, warm)
+            result["verified"] = self.is_verified(case) if is_verifying else None
+        except Exception as error:  # a path may fail one case and go on
+            result |= {"error": repr(error)[:300], "verified": False}
+        return result
+
+    def measure(self, case: str, samples: int, warm: int) -> dict:
+        """Times a case."""
+        count, size, kind = CASES[case]
+        driver, control = self.driver, self.control
+        if case not in self.prepared:
+            variants = LATENCY_VARIANTS if kind == "latency" else self.args.variants
+            self.prepared[case] = driver.prepare_case(case, range(variants))
+        prepared = self.prepared[case]
+        reset_peak_rss(driver.engine_pid())
+        control.ask(op="reset")
+        target_cpu, busy, cpu = control.ask(op="stat")["cpu_s"], busy_s(), driver.cpu_s()
+        began = time.perf_counter()
+        nanoseconds = driver.measure(prepared, warm, samples)
+        wall = time.perf_counter() - began
+        cpu, busy = driver.cpu_s() - cpu, busy_s() - busy
+        stat = control.ask(op="stat")
+        target_cpu = stat["cpu_s"] - target_cpu
+        times = sorted(nanosecond / 1e3 for nanosecond in nanoseconds)
+        median = statistics.median(times)
+        total = count * size
+        moved = total * (len(times) + warm) / 1e9
+        over_arena = [peak_rss(driver.engine_pid()) - self.arena.size, stat["peak"] - self.arena.size]
+        return {
+            "bytes": total,
+            "n_desc": count,
+            "desc_size": size,
+            "samples": len(times),
+            "GBps_median": total / median / 1e3,
+            "GBps_min": total / times[-1] / 1e3,
+            "GBps_max": total / times[0] / 1e3,
+            "us_median": median,
+            "us_p99": times[min(len(times) - 1, int(0.99 * len(times)))],
+            "us_min": times[0],
+            "us_max": times[-1],
+            "cpu_init": cpu / wall,
+            "cpu_tgt": target_cpu / wall,
+            "init_cpu_s_per_GB": cpu / moved,
+            "tgt_cpu_s_per_GB": target_cpu / moved,
+            "rss_over_arena_MiB_init": over_arena[0] / MIB,
+            "rss_over_arena_MiB_tgt": over_arena[1] / MIB,
+            "noise_cores": max(0.0, busy - cpu - target_cpu) / wall,
+            "thp": self.args.thp,
+        }
+
+    def is_verified(self, case: str) -> bool:
+        """Repeats batches of a case into a zeroed arena and compares every byte of it."""
+        is_latency = CASES[case][2] == "latency"
+        args, control = self.args, self.control
+        local = self.arena if args.op == "read" else self.driver.local_destination
+        for variant in [0] if is_latency else [0, 1]:
+            local.zero() if local else control.ask(op="zero")
+            self.driver.transfer_variant(self.prepared[case], variant)
+            if local:
+                found = verify(local, args.seed, case, variant)
+            else:
+                found = control.ask(op="verify", case=case, variant=variant)
+            if found["bad"] or found["stray"]:
+                print(f"{self.driver.path} {case}: {found}", file=sys.stderr)
+                return False
+        return True
+
+    def close(self):
+        """Ends both processes."""
+        try:
+            self.driver.close()
+            self.control.ask(op="exit")
+            self.target.wait(10)
+        except (EOFError, OSError, RuntimeError, subprocess.TimeoutExpired):
+            self.target.kill()
+
+
 def run(driver_class, args):
-    """Runs every case of a bench script, in this process and the target that it starts."""
+    """Runs a bench script, in this process and the target that it starts."""
     if args.role == "target":
         return target_main(driver_class(args))
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, *sys.argv, "--role", "target", "--ctl-fd", str(theirs.fileno())]
-    target = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-    theirs.close()
-    control = Control(ours)
-    driver = driver_class(args)
-    arena = driver.make_arena("initiator")
-    arena.fill(args.seed)
-    hello = control.receive()
-    driver.setup(arena, hello["info"] | {"address": hello["address"], "pid": hello["pid"]})
-    failed = False
-    for case in args.cases.split(","):
-        result = {"peer": driver.peer, "path": driver.path, "tag": args.tag, "case": case}
-        try:
-            result |= one_case(driver, args, case, arena, control)
-        except Exception as error:  # a path may fail one case and go on
-            result["error"] = repr(error)[:300]
-        failed |= not result.get("verified", False)
-        print(json.dumps(result), flush=True)
-        if target.poll() is not None:
-            break
-    try:
-        driver.close()
-        control.ask(op="exit")
-        target.wait(10)
-    except (EOFError, OSError, subprocess.TimeoutExpired):
-        target.kill()
+    initiator = Initiator(driver_class, args)
+    is_failed = False
+
+    def say(value: dict):
+        print(json.dumps(value), flush=True)
+
+    if args.serve:
+        say({"pids": initiator.pids, "path": initiator.driver.path})
+        for line in sys.stdin:
+            ask = json.loads(line)
+            say(initiator.turn(ask["case"], ask["samples"], ask["warm"], ask["verify"]))
+    else:
+        for case in args.cases.split(","):
+            is_latency = CASES[case][2] == "latency"
+            samples, warm = (args.lat_samples, 100) if is_latency else (args.samples, 3)
+            result = initiator.turn(case, samples, warm, True)
+            is_failed |= not result["verified"]
+            say(result)
+            if initiator.target.poll() is not None:
+                break
+    initiator.close()
     sys.stdout.flush()
     # Peers' libraries may hold threads that never end.
-    os._exit(1 if failed else 0)
-
-
-def one_case(driver, args, case, arena, control) -> dict:
-    """Times and verifies one case."""
-    count, size, kind = CASES[case]
-    total = count * size
-    is_latency = kind == "latency"
-    variants = range(256 if is_latency else args.variants)
-    prepared = [
-        driver.prepare(
-            count,
-            size,
-            offsets(case, variant, arena.size, args.seed, "src"),
-            offsets(case, variant, arena.size, args.seed, "dst"),
-        )
-        for variant in variants
-    ]
-    samples, warm = (args.lat_samples, 100) if is_latency else (args.samples, 3)
-    target_cpu, busy, cpu = control.ask(op="stat")["cpu_s"], busy_s(), driver.cpu_s()
-    began = time.perf_counter()
-    nanoseconds = driver.measure(prepared, warm, samples)
-    wall = time.perf_counter() - began
-    cpu, busy = driver.cpu_s() - cpu, busy_s() - busy
-    target_cpu = control.ask(op="stat")["cpu_s"] - target_cpu
-    verified = True
-    for variant in [0] if is_latency else [0, 1]:
-        control.ask(op="zero")
-        driver.transfer(prepared[variant])
-        found = control.ask(op="verify", case=case, variant=variant)
-        verified &= found["bad"] == 0 and found["stray"] == 0
-    times = sorted(nanosecond / 1e3 for nanosecond in nanoseconds)
-    median = statistics.median(times)
-    moved = total * (len(times) + warm) / 1e9
-    return {
-        "bytes": total,
-        "ranges": count,
-        "samples": len(times),
-        "GBps_median": total / median / 1e3,
-        "GBps_best": total / times[0] / 1e3,
-        "us_median": median,
-        "us_p99": times[min(len(times) - 1, int(0.99 * len(times)))],
-        "init_cpu_s_per_GB": cpu / moved,
-        "tgt_cpu_s_per_GB": target_cpu / moved,
-        "noise_cores": max(0.0, busy - cpu - target_cpu) / wall,
-        "verified": verified,
-    }
+    os._exit(1 if is_failed else 0)

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
-"""What the machine itself can do, without an engine, checks or a protocol.
+"""What the machine itself can do, without an engine, checks or a protocol: ceilings.
 
-shm: memcpy into a mapping that the target shares; cma: process_vm_writev in batches; tcp: one
-vectored send for each stream over loopback, received straight into place, and one answer.
+  --path memcpy  copies within the initiator, private to private
+  --path shm     copies into a mapping that the target shares
+  --path cma     process_vm_writev (or readv) in batches
+  --path tcp     a vectored send for each stream over loopback, received straight into place, and
+                 one answer
 """
 
 import argparse
@@ -18,24 +21,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_common as common
 
 SOURCE = Path(__file__).parent / "limits.c"
+# One range below this size is not worth a second thread.
+SPLIT_BYTES = 64 * common.KIB
 
 
 def load():
     """Builds the C library, if it is older than its source, and declares what is used of it."""
-    folder = Path(os.environ.get("BENCH_BUILD_DIR", Path(__file__).parents[2] / "target" / "peers"))
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / "liblimits.so"
+    library = common.build_folder() / "liblimits.so"
     if not library.exists() or library.stat().st_mtime < SOURCE.stat().st_mtime:
-        build = ["gcc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(library), str(SOURCE)]
+        # Several processes may build at once; each puts a whole file in place.
+        fresh = library.with_suffix(f".{os.getpid()}")
+        build = ["gcc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(fresh), str(SOURCE)]
         subprocess.check_call(build)
+        fresh.rename(library)
     loaded = ctypes.CDLL(str(library))
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    lists = [pointer, pointer, pointer, size, size]
-    loaded.raw_memcpy.argtypes = [pointer, *lists, integer]
-    loaded.raw_cma.argtypes = [integer, ctypes.c_uint64, *lists, integer, integer]
-    loaded.raw_tcp_server.argtypes = [pointer]
-    loaded.raw_tcp_connect.argtypes = [integer, ctypes.c_char_p]
-    loaded.raw_tcp_write.argtypes = [pointer, integer, *lists]
+    lists = [pointer, pointer, size, size]
+    loaded.limit_memcpy.argtypes = [pointer, pointer, *lists, integer, integer]
+    loaded.limit_cma.argtypes = [pointer, pointer, *lists, integer, integer, integer]
+    loaded.limit_tcp_server.argtypes = [pointer]
+    loaded.limit_tcp_connect.argtypes = [integer, ctypes.c_char_p]
+    loaded.limit_tcp_write.argtypes = [pointer, pointer, *lists, integer]
     return loaded
 
 
@@ -47,55 +53,83 @@ class Limits(common.Driver):
     def __init__(self, args):
         super().__init__(args)
         self.library = load()
-        self.path = f"{args.path}-{args.threads}"
-        self.file = f"/dev/shm/ferry-bench-limit-{os.getuid()}"
+        self.path = f"{args.path}-{args.threads}" + ("-streaming" if args.streaming else "")
+        self.path += "-shared" if args.shared else ""
+        self.file = f"/dev/shm/ferry-bench-limit-{os.getuid()}-{args.tag}"
+        self.is_read = args.op == "read"
+        if self.is_read and args.path == "tcp":
+            raise SystemExit("the bare TCP only writes")
 
     def make_arena(self, role):
-        if self.args.path == "shm" and role == "target":
-            if os.path.exists(self.file):
-                os.unlink(self.file)
-            return common.Arena(self.args.arena_mib * common.MIB, self.file)
+        size = self.args.arena_mib * common.MIB
+        is_target = role == "target"
+        if self.args.path == "shm" and is_target:
+            return common.Arena(size, self.new_file(role), self.args.thp)
+        if self.args.shared:
+            return common.Arena(size, self.new_file(role), self.args.thp)
         return super().make_arena(role)
+
+    def new_file(self, role):
+        """A file of this run, without what an earlier one may have left."""
+        file = f"{self.file}-{role}"
+        if os.path.exists(file):
+            os.unlink(file)
+        return file
 
     def target_setup(self, arena):
         if self.args.path == "tcp":
-            return {"port": self.library.raw_tcp_server(arena.address)}
+            return {"port": self.library.limit_tcp_server(arena.address)}
         return {}
 
     def setup(self, arena, info):
-        self.source, self.info, self.destination = arena.address, info, info["address"]
+        self.pid, remote = info["pid"], info["address"]
+        if self.args.path == "memcpy":
+            self.local_destination = common.Arena(arena.size, thp=self.args.thp)
+            remote = self.local_destination.address
         if self.args.path == "shm":
-            self.shared = common.Arena(arena.size, self.file)
-            self.destination = self.shared.address
-            os.unlink(self.file)
+            self.mapped = common.Arena(arena.size, f"{self.file}-target", self.args.thp)
+            remote = self.mapped.address
+        for role in ("initiator", "target"):
+            if os.path.exists(f"{self.file}-{role}"):
+                os.unlink(f"{self.file}-{role}")
+        ends = (remote, arena.address)
+        self.destination, self.source = reversed(ends) if self.is_read else ends
         if self.args.path == "tcp":
-            connect = self.library.raw_tcp_connect
-            streams = [connect(info["port"], b"") for _ in range(self.args.threads)]
+            connect, congestion = self.library.limit_tcp_connect, self.args.congestion.encode()
+            streams = [connect(info["port"], congestion) for _ in range(self.args.threads)]
             self.streams = np.array(streams, dtype=np.int32)
 
     def prepare(self, count, size, src, dst):
         src, dst = np.ascontiguousarray(src), np.ascontiguousarray(dst)
-        return src, dst, count, size
+        threads = 1 if count == 1 and size < SPLIT_BYTES else self.args.threads
+        # The arrays stay alive beside their addresses.
+        return (dst.ctypes.data, src.ctypes.data, count, size, threads), (src, dst)
 
     def transfer(self, prepared):
-        src, dst, count, size = prepared
-        lists = (self.source, dst.ctypes.data, src.ctypes.data, count, size)
-        is_small = count == 1 and size < 64 * common.KIB
-        threads = 1 if is_small else self.args.threads
+        lists, _ = prepared
         match self.args.path:
-            case "shm":
-                code = self.library.raw_memcpy(self.destination, *lists, threads)
+            case "memcpy" | "shm":
+                copy = self.library.limit_memcpy
+                code = copy(self.destination, self.source, *lists, self.args.streaming)
             case "cma":
-                pid = self.info["pid"]
-                code = self.library.raw_cma(pid, self.destination, *lists, threads, 0)
+                copy = self.library.limit_cma
+                code = copy(self.destination, self.source, *lists, self.pid, self.is_read)
             case _:
-                code = self.library.raw_tcp_write(self.streams.ctypes.data, threads, *lists)
+                streams = self.streams.ctypes.data
+                code = self.library.limit_tcp_write(streams, self.source, *lists)
         if code:
             raise RuntimeError(f"{self.args.path}: {code}")
 
 
 if __name__ == "__main__":
-    parser = common.add_args(argparse.ArgumentParser(description=__doc__))
-    parser.add_argument("--path", required=True, choices=["shm", "cma", "tcp"])
+    parser = common.add_args(
+        argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+    )
+    parser.add_argument("--path", required=True, choices=["memcpy", "shm", "cma", "tcp"])
     parser.add_argument("--threads", type=int, default=2, help="copying threads, or streams")
+    parser.add_argument("--streaming", action="store_true", help="copy with streaming stores (AVX2)")
+    parser.add_argument("--shared", action="store_true", help="both arenas in shared files")
+    parser.add_argument("--congestion", default="", help="TCP congestion control (system's)")
     common.run(Limits, parser.parse_args())

@@ -1,9 +1,15 @@
 #!/usr/bin/env python3
-"""Mooncake's TransferEngine over TCP, driven as SGLang does: batch_transfer_sync_write.
+"""Mooncake's TransferEngine over TCP, driven as SGLang does: one batch_transfer_sync call.
 
-Mooncake reads its settings from the environment; the best ones found are MC_TCP_LANES_PER_PEER=16,
-MC_TCP_ENABLE_CONNECTION_POOL=1 and MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=65535 (without the last,
-batches of over about 2,100 ranges are refused, and every later one too).
+Mooncake reads its settings from the environment:
+  MC_TCP_ENABLE_CONNECTION_POOL=1   keeps lanes open; 0 connects for each range
+  MC_TCP_LANES_PER_PEER             1 to 16; 4 if nothing is said
+  MC_TCP_SLICE_SIZE=65536           bytes that a lane carries at once
+  MC_TCP_PROTO=1                    the older, unacknowledged protocol
+  MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=1024, MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER=1024,
+  MC_TCP_ADMISSION_TIMEOUT_MS=1000  what a batch may queue
+The best ones found are 16 lanes with the pool and a queue of 65535. With the queue as installed,
+batches of over about 2,100 ranges are refused, and every later one too.
 """
 
 import argparse
@@ -27,7 +33,9 @@ class Mooncake(common.Driver):
         super().__init__(args)
         from mooncake.engine import TransferEngine
 
-        self.path = f"tcp lanes={os.environ.get('MC_TCP_LANES_PER_PEER', 'default')}"
+        settings = ("CONNECTION_POOL", "LANES_PER_PEER", "SLICE_SIZE", "MAX_QUEUED_TRANSFERS")
+        names = [name for name in os.environ if any(setting in name for setting in settings)]
+        self.path = " ".join(["tcp", *(f"{name}={os.environ[name]}" for name in sorted(names))])
         self.engine = TransferEngine()
         if code := self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError(f"initialize: {code}")
@@ -43,17 +51,27 @@ class Mooncake(common.Driver):
 
     def setup(self, arena, info):
         self.register(arena)
-        self.source, self.destination = arena.address, info["address"]
+        self.here, self.there = arena.address, info["address"]
         self.session = info["session"]
+        is_write = self.args.op == "write"
+        engine = self.engine
+        self.move = (
+            engine.batch_transfer_sync_write if is_write else engine.batch_transfer_sync_read
+        )
 
     def prepare(self, count, size, src, dst):
-        return (src + self.source).tolist(), (dst + self.destination).tolist(), [size] * count
+        here, there = (src, dst) if self.args.op == "write" else (dst, src)
+        return (here + self.here).tolist(), (there + self.there).tolist(), [size] * count
 
     def transfer(self, prepared):
-        if code := self.engine.batch_transfer_sync_write(self.session, *prepared):
-            raise RuntimeError(f"batch_transfer_sync_write: {code}")
+        if code := self.move(self.session, *prepared):
+            raise RuntimeError(f"batch_transfer_sync: {code}")
 
 
 if __name__ == "__main__":
-    parser = common.add_args(argparse.ArgumentParser(description=__doc__))
+    parser = common.add_args(
+        argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+    )
     common.run(Mooncake, parser.parse_args())

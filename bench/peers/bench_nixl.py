@@ -44,22 +44,26 @@ class Nixl(common.Driver):
         api = load()
         tls = f" tls={os.environ['UCX_TLS']}" if "UCX_TLS" in os.environ else ""
         progress = not (args.no_progress_thread and args.role == "initiator")
-        self.path = f"{args.backend}{tls} {args.mode}{'' if progress else ' no-progress-thread'}"
+        self.path = f"{args.backend}{tls} {args.mode}"
+        self.path += f" threads={args.num_threads}" if args.num_threads else ""
+        self.path += "" if progress else " no-progress-thread"
+        self.path += " notify" if args.notify else ""
         config = api.nixl_agent_config(
             backends=[],
             enable_prog_thread=progress,
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self.agent = api.nixl_agent(f"{args.role}-{os.getpid()}", config)
+        self.op, self.notification = args.op.upper(), b"end" if args.notify else b""
         parameters = {"num_threads": str(args.num_threads)} if args.num_threads else {}
         self.agent.create_backend(args.backend, parameters)
         self.is_file = args.backend == "POSIX"
-        self.file = f"/dev/shm/ferry-bench-nixl-{os.getuid()}"
+        self.file = f"/dev/shm/ferry-bench-nixl-{os.getuid()}-{args.tag}"
         self.slots = {}
 
     def make_arena(self, role):
         if self.is_file and role == "target":
-            return common.Arena(self.args.arena_mib * common.MIB, self.file)
+            return common.Arena(self.args.arena_mib * common.MIB, self.file, self.args.thp)
         return super().make_arena(role)
 
     def target_setup(self, arena):
@@ -70,12 +74,12 @@ class Nixl(common.Driver):
         return {"metadata": metadata}
 
     def setup(self, arena, info):
-        self.source, self.destination = arena.address, info["address"]
+        self.here, self.there = arena.address, info["address"]
         self.agent.register_memory([(arena.address, arena.size, 0, "")], "DRAM")
         self.remote_kind, self.remote_device = "DRAM", 0
         if self.is_file:
             self.remote_kind, self.remote = "FILE", self.agent.name
-            self.destination, self.remote_device = 0, os.open(self.file, os.O_RDWR)
+            self.there, self.remote_device = 0, os.open(self.file, os.O_RDWR)
             self.agent.register_memory([(0, arena.size, self.remote_device, "")], "FILE")
             return
         remote = self.agent.add_remote_agent(base64.b64decode(info["metadata"]))
@@ -92,33 +96,36 @@ class Nixl(common.Driver):
         return rows
 
     def prepare(self, count, size, src, dst):
+        here, there = (src, dst) if self.args.op == "write" else (dst, src)
         if self.args.mode == "prepped":
             if size not in self.slots:
                 every = np.arange(self.args.arena_mib * common.MIB // size, dtype=np.int64) * size
-                here = self.rows(self.source, every, size, 0)
-                there = self.rows(self.destination, every, size, self.remote_device)
+                local = self.rows(self.here, every, size, 0)
+                remote = self.rows(self.there, every, size, self.remote_device)
                 self.slots[size] = (
-                    self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, "DRAM"),
-                    self.agent.prep_xfer_dlist(self.remote, there, self.remote_kind),
+                    self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, "DRAM"),
+                    self.agent.prep_xfer_dlist(self.remote, remote, self.remote_kind),
                 )
-            return self.slots[size], (src // size).astype(np.int32), (dst // size).astype(np.int32)
-        here = self.rows(self.source, src, size, 0)
-        there = self.rows(self.destination, dst, size, self.remote_device)
-        return (here, there) if self.args.mode == "init" else self.handle(here, there)
+            indices = [(side // size).astype(np.int32) for side in (here, there)]
+            return self.slots[size], *indices
+        local = self.rows(self.here, here, size, 0)
+        remote = self.rows(self.there, there, size, self.remote_device)
+        return (local, remote) if self.args.mode == "init" else self.handle(local, remote)
 
     def handle(self, here, there):
         """A new transfer."""
         local = self.agent.get_xfer_descs(here, "DRAM")
         remote = self.agent.get_xfer_descs(there, self.remote_kind)
-        return self.agent.initialize_xfer("WRITE", local, remote, self.remote, b"")
+        return self.agent.initialize_xfer(self.op, local, remote, self.remote, self.notification)
 
     def transfer(self, prepared):
         match self.args.mode:
             case "init":
                 handle = self.handle(*prepared)
             case "prepped":
-                (local, remote), src, dst = prepared
-                handle = self.agent.make_prepped_xfer("WRITE", local, src, remote, dst, b"")
+                (local, remote), here, there = prepared
+                make, end = self.agent.make_prepped_xfer, self.notification
+                handle = make(self.op, local, here, remote, there, end)
             case _:
                 handle = prepared
         state = self.agent.transfer(handle)
@@ -135,9 +142,14 @@ class Nixl(common.Driver):
 
 
 if __name__ == "__main__":
-    parser = common.add_args(argparse.ArgumentParser(description=__doc__))
+    parser = common.add_args(
+        argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+    )
     parser.add_argument("--backend", default="UCX", choices=["UCX", "POSIX"])
     parser.add_argument("--mode", default="prepped", choices=["init", "prepped", "repost"])
     parser.add_argument("--num-threads", type=int, default=0, help="UCX's; SGLang's prefill has 8")
+    parser.add_argument("--notify", action="store_true", help="tell the target of each end")
     parser.add_argument("--no-progress-thread", action="store_true", help="in the initiator")
     common.run(Nixl, parser.parse_args())

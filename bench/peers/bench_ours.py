@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Ferry's io engine: a Rust process for each side (bench/driver), at its defaults."""
+"""Ferry's io engine through its public interface: a Rust process for each side (bench/driver).
+
+The page lists are made here and handed over before anything is timed; the Rust process times its
+own blocking calls, and the arenas (memfds of the engines) are mapped here to fill and verify them.
+"""
 
 import argparse
 import json
@@ -12,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_common as common
 
 PROGRAM = Path(__file__).parents[2] / "target" / "release" / "bench-driver"
+TRANSPORTS = ["local", "shm", "cma", "tcp"]
 
 
 class Engine:
@@ -20,10 +25,13 @@ class Engine:
     def __init__(self, args, role):
         program = os.environ.get("BENCH_DRIVER", str(PROGRAM))
         command = [program, "--role", role, "--transport", args.path]
-        command += ["--threads", str(args.threads), "--arena-mib", str(args.arena_mib)]
+        command += ["--threads", str(args.threads), "--streams", str(args.streams or args.threads)]
+        command += ["--arena-mib", str(args.arena_mib)]
+        command += ["--fault", args.fault] if args.fault and role == "initiator" else []
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.hello = self.answer()
+        self.pid = self.process.pid
 
     def answer(self) -> dict:
         """Reads one answer."""
@@ -41,6 +49,10 @@ class Engine:
         self.process.stdin.flush()
         return self.answer()
 
+    def arena(self, key: str, size: int) -> common.Arena:
+        """Maps one of the engine's arenas here."""
+        return common.Arena(size, f"/proc/{self.pid}/fd/{self.hello[key]}")
+
     def close(self):
         """Ends the process."""
         self.process.stdin.close()
@@ -55,55 +67,70 @@ class Ours(common.Driver):
     def __init__(self, args):
         super().__init__(args)
         self.path = f"{args.path}-{args.threads}"
-        self.engine = Engine(args, args.role)
-        self.prepared = []
+        self.size = args.arena_mib * common.MIB
+        # Within one process the initiator's engine has a second one beside it.
+        self.is_local = args.path == "local"
+        self.engine = None
+        if not (self.is_local and args.role == "target"):
+            self.engine = Engine(args, args.role)
 
     def make_arena(self, role):
-        pid, fd = self.engine.hello["pid"], self.engine.hello["fd"]
-        return common.Arena(self.args.arena_mib * common.MIB, f"/proc/{pid}/fd/{fd}")
+        return self.engine.arena("fd", self.size) if self.engine else super().make_arena(role)
 
-    def target_setup(self, arena):
-        return {key: self.engine.hello[key] for key in ("engine", "region")}
-
-    def setup(self, arena, info):
-        self.engine.ask(op="connect", engine=info["engine"], region=info["region"])
-
-    def prepare(self, count, size, src, dst):
-        return {"size": size, "list": {"src": src.tolist(), "dst": dst.tolist()}}
-
-    def learn(self, prepared):
-        """Hands the page lists of a case to the engine, once."""
-        if self.prepared is not prepared:
-            lists = [batch["list"] for batch in prepared]
-            self.engine.ask(op="prepare", size=prepared[0]["size"], lists=lists)
-            self.prepared = prepared
-
-    def measure(self, prepared, warm, samples):
-        self.learn(prepared)
-        answer = self.engine.ask(
-            op="measure",
-            direction="write",
-            warm=warm,
-            samples=samples,
-            budget_s=self.args.budget_s,
-        )
-        return answer["nanoseconds"]
-
-    def transfer(self, prepared):
-        place = next(at for at, batch in enumerate(self.prepared) if batch is prepared)
-        self.engine.ask(op="transfer", direction="write", list=place)
+    def engine_pid(self):
+        return self.engine.pid if self.engine else super().engine_pid()
 
     def cpu_s(self):
-        return self.engine.ask(op="stat")["cpu_s"]
+        return self.engine.ask(op="stat")["cpu_s"] if self.engine else super().cpu_s()
+
+    def target_setup(self, arena):
+        return {key: self.engine.hello[key] for key in ("engine", "region")} if self.engine else {}
+
+    def setup(self, arena, info):
+        hello = info
+        if self.is_local:
+            hello = self.engine.hello["local"]
+            if self.args.op == "read":
+                raise SystemExit("local is only measured writing")
+            self.local_destination = self.engine.arena("local_fd", self.size)
+        ends = {key: hello[key] for key in ("engine", "region")}
+        self.engine.ask(op="connect", direction=self.args.op, **ends)
+
+    def prepare(self, count, size, src, dst):
+        return {"src": src.tolist(), "dst": dst.tolist()}
+
+    def prepare_case(self, case, variants):
+        lists = super().prepare_case(case, variants)
+        self.engine.ask(op="prepare", case=case, size=common.CASES[case][1], lists=lists)
+        return case
+
+    def measure(self, prepared, warm, samples):
+        counts = {"warm": warm, "samples": samples, "fewest": common.FEWEST_SAMPLES}
+        ask = {"case": prepared, "direction": self.args.op, "budget_s": self.args.budget_s}
+        return self.engine.ask(op="measure", **ask, **counts)["nanoseconds"]
+
+    def transfer_variant(self, prepared, variant):
+        self.engine.ask(op="transfer", case=prepared, direction=self.args.op, list=variant)
+
+    def transfer(self, prepared):
+        self.transfer_variant(prepared, 0)
 
     def close(self):
-        self.engine.close()
+        if self.engine:
+            self.engine.close()
 
     target_close = close
 
 
+def add_args(parser):
+    """Adds the options that the Rust process has."""
+    parser.add_argument("--path", default="shm", choices=TRANSPORTS)
+    parser.add_argument("--threads", type=int, default=2, help="copying threads")
+    parser.add_argument("--streams", type=int, help="streams of tcp; as many as threads")
+    parser.add_argument("--fault", help="KIND:kv[:NTH] makes one batch go wrong, to test the rules")
+    return parser
+
+
 if __name__ == "__main__":
-    parser = common.add_args(argparse.ArgumentParser(description=__doc__))
-    parser.add_argument("--path", required=True, choices=["shm", "cma", "tcp"])
-    parser.add_argument("--threads", type=int, default=2, help="copying threads, or streams")
-    common.run(Ours, parser.parse_args())
+    arguments = add_args(common.add_args(argparse.ArgumentParser(description=__doc__)))
+    common.run(Ours, arguments.parse_args())
