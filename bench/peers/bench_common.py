@@ -25,6 +25,7 @@ timing); init/tgt_cpu_s_per_GB; rss_over_arena_MiB_init/tgt (peak, beyond one ar
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import os
@@ -57,22 +58,24 @@ LATENCY_VARIANTS = 256
 FEWEST_SAMPLES = 3
 
 
-def add_args(parser):
-    """Adds the options that every bench script has."""
-    parser.add_argument("--role", default="initiator", choices=["initiator", "target"])
-    parser.add_argument("--ctl-fd", type=int, default=-1, help="the target's socket")
-    parser.add_argument("--serve", action="store_true", help="take turns from standard input")
-    parser.add_argument("--arena-mib", type=int, default=512)
-    parser.add_argument("--thp", action="store_true", help="ask for huge pages in both arenas")
-    parser.add_argument("--op", default="write", choices=["write", "read"])
-    parser.add_argument("--variants", type=int, default=8, help="page lists of a bandwidth case")
-    parser.add_argument("--samples", type=int, default=15, help="timed samples of a bandwidth case")
-    parser.add_argument("--lat-samples", type=int, default=2000)
-    parser.add_argument("--budget-s", type=float, default=12.0, help="most seconds timing a case")
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--tag", default="", help="copied into the results")
-    parser.add_argument("--seed", type=int, default=1)
-    return parser
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every bench script has."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=description, formatter_class=keep_lines)
+    made.add_argument("--role", default="initiator", choices=["initiator", "target"])
+    made.add_argument("--ctl-fd", type=int, default=-1, help="the target's socket")
+    made.add_argument("--serve", action="store_true", help="take turns from standard input")
+    made.add_argument("--arena-mib", type=int, default=512)
+    made.add_argument("--thp", action="store_true", help="ask for huge pages in both arenas")
+    made.add_argument("--op", default="write", choices=["write", "read"])
+    made.add_argument("--variants", type=int, default=8, help="page lists of a bandwidth case")
+    made.add_argument("--samples", type=int, default=15, help="timed samples of a bandwidth case")
+    made.add_argument("--lat-samples", type=int, default=2000)
+    made.add_argument("--budget-s", type=float, default=12.0, help="most seconds timing a case")
+    made.add_argument("--cases", default=",".join(CASES))
+    made.add_argument("--tag", default="", help="copied into the results")
+    made.add_argument("--seed", type=int, default=1)
+    return made
 
 
 def build_folder() -> Path:
@@ -175,6 +178,17 @@ def busy_s() -> float:
     with open("/proc/stat", encoding="ascii") as stat:
         ticks = [int(field) for field in stat.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until_quiet(cores: float, longest_s: float) -> bool:
+    """Waits until everybody together uses fewer cores than this for a second."""
+    deadline = time.monotonic() + longest_s
+    while time.monotonic() < deadline:
+        busy, began = busy_s(), time.monotonic()
+        time.sleep(1.0)
+        if (busy_s() - busy) / (time.monotonic() - began) < cores:
+            return True
+    return False
 
 
 def peak_rss(pid: int) -> int:
@@ -397,7 +411,10 @@ class Initiator:
         median = statistics.median(times)
         total = count * size
         moved = total * (len(times) + warm) / 1e9
-        over_arena = [peak_rss(driver.engine_pid()) - self.arena.size, stat["peak"] - self.arena.size]
+        over_arena = [
+            peak_rss(driver.engine_pid()) - self.arena.size,
+            stat["peak"] - self.arena.size,
+        ]
         return {
             "bytes": total,
             "n_desc": count,

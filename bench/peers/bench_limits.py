@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """What the machine itself can do, without an engine, checks or a protocol: ceilings.
 
-  --path memcpy  copies within the initiator, private to private
-  --path shm     copies into a mapping that the target shares
-  --path cma     process_vm_writev (or readv) in batches
-  --path tcp     a vectored send for each stream over loopback, received straight into place, and
-                 one answer
+--path memcpy  copies within the initiator, private to private
+--path shm     copies into a mapping that the target shares
+--path cma     process_vm_writev (or readv) in batches
+--path tcp     a vectored send for each stream over loopback, received straight into place, and
+               one answer
 """
 
-import argparse
 import ctypes
 import os
 import subprocess
@@ -121,15 +120,17 @@ class Limits(common.Driver):
             raise RuntimeError(f"{self.args.path}: {code}")
 
 
-if __name__ == "__main__":
-    parser = common.add_args(
-        argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-    )
-    parser.add_argument("--path", required=True, choices=["memcpy", "shm", "cma", "tcp"])
+def add_args(parser):
+    """Adds the limits' options."""
+    parser.add_argument("--path", default="shm", choices=["memcpy", "shm", "cma", "tcp"])
     parser.add_argument("--threads", type=int, default=2, help="copying threads, or streams")
-    parser.add_argument("--streaming", action="store_true", help="copy with streaming stores (AVX2)")
+    parser.add_argument(
+        "--streaming", action="store_true", help="copy with streaming stores (AVX2)"
+    )
     parser.add_argument("--shared", action="store_true", help="both arenas in shared files")
     parser.add_argument("--congestion", default="", help="TCP congestion control (system's)")
-    common.run(Limits, parser.parse_args())
+    return parser
+
+
+if __name__ == "__main__":
+    common.run(Limits, add_args(common.parser(__doc__)).parse_args())

@@ -12,7 +12,6 @@ The best ones found are 16 lanes with the pool and a queue of 65535. With the qu
 batches of over about 2,100 ranges are refused, and every later one too.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -68,10 +67,10 @@ class Mooncake(common.Driver):
             raise RuntimeError(f"batch_transfer_sync: {code}")
 
 
+def add_args(parser):
+    """Mooncake's options are in the environment."""
+    return parser
+
+
 if __name__ == "__main__":
-    parser = common.add_args(
-        argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-    )
-    common.run(Mooncake, parser.parse_args())
+    common.run(Mooncake, add_args(common.parser(__doc__)).parse_args())

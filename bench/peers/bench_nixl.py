@@ -9,7 +9,6 @@
 UCX takes cross-process copies on one host; UCX_TLS=tcp makes it take TCP.
 """
 
-import argparse
 import base64
 import importlib
 import os
@@ -141,15 +140,15 @@ class Nixl(common.Driver):
             os.unlink(self.file)
 
 
-if __name__ == "__main__":
-    parser = common.add_args(
-        argparse.ArgumentParser(
-            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-    )
+def add_args(parser):
+    """Adds NIXL's options."""
     parser.add_argument("--backend", default="UCX", choices=["UCX", "POSIX"])
     parser.add_argument("--mode", default="prepped", choices=["init", "prepped", "repost"])
     parser.add_argument("--num-threads", type=int, default=0, help="UCX's; SGLang's prefill has 8")
     parser.add_argument("--notify", action="store_true", help="tell the target of each end")
     parser.add_argument("--no-progress-thread", action="store_true", help="in the initiator")
-    common.run(Nixl, parser.parse_args())
+    return parser
+
+
+if __name__ == "__main__":
+    common.run(Nixl, add_args(common.parser(__doc__)).parse_args())

@@ -5,7 +5,6 @@ The page lists are made here and handed over before anything is timed; the Rust 
 own blocking calls, and the arenas (memfds of the engines) are mapped here to fill and verify them.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -132,5 +131,4 @@ def add_args(parser):
 
 
 if __name__ == "__main__":
-    arguments = add_args(common.add_args(argparse.ArgumentParser(description=__doc__)))
-    common.run(Ours, arguments.parse_args())
+    common.run(Ours, add_args(common.parser(__doc__)).parse_args())

@@ -67,7 +67,9 @@ def draw(written: dict) -> str:
     for at, name in enumerate(names):
         x = LEFT + (at % 5) * (width - LEFT) / 5
         y = TOP + HEIGHT + 44 + (at // 5) * 18
-        parts.append(f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{PATHS[name]}"/>')
+        parts.append(
+            f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{PATHS[name]}"/>'
+        )
         parts.append(text(x + 18, y, name, anchor="start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """Measures Ferry, the machine's limits and (with --peers) Mooncake and NIXL in one run.
 
-The paths take turns, round after round, so that each ratio is of runs that stand side by side on
-a machine that is not quiet. Prints a table of medians and of ratios, and writes a results file.
+Paths that are compared form a group. All of a group are started, and within each case they take
+turns (A B C, C B A, A B C, ...), so that every ratio is of turns that stand side by side on a
+machine that is not quiet. A path that keeps a core busy while it has nothing to do is stopped
+between its turns. The last round verifies every byte. Prints report.py's tables, and writes a
+results file.
 """
 
 import argparse
@@ -10,236 +13,317 @@ import datetime
 import json
 import os
 import platform
-import statistics
+import re
+import selectors
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+import bench_common as common
+import report
+
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-CASES = [
-    "contig_64MiB",
-    "contig_256MiB",
-    "pages_512x64KiB",
-    "pages_1024x16KiB",
-    "pages_4096x4KiB",
-    "lat_4KiB",
-    "lat_64KiB",
-]
-PAGES = [case for case in CASES if case.startswith("pages")]
-SMALL_PAGES = ["pages_1024x16KiB", "pages_4096x4KiB"]
+CASES = report.BANDWIDTH + report.LATENCY
+# A turn, or the start of a path, that takes longer has failed.
+TURN_TIMEOUT_S = 120.0
+# Beside the arenas: interpreters and what is built up.
+PATH_OVERHEAD_MIB = 200
 BEST_MOONCAKE = {
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_LANES_PER_PEER": "16",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
 }
-# What counts as NIXL's best on one host, and over TCP.
-NIXL_LOCAL = ["nixl", "nixl-quiet", "nixl-repost", "nixl-posix"]
-NIXL_TCP = ["nixl-tcp", "nixl-tcp-quiet"]
+# A machine is quiet when everybody together uses fewer cores.
+QUIET_CORES = 0.25
 
 
 def python(name: str) -> str:
-    """The interpreter of a virtual environment under target/peers; this one if it is not there."""
-    path = ROOT / "target" / "peers" / f"venv-{name}" / "bin" / "python"
+    """The interpreter of a virtual environment that `make bench` made; this one without it."""
+    path = common.build_folder() / f"venv-{name}" / "bin" / "python"
     return str(path) if path.exists() else sys.executable
 
 
-def paths(with_peers: bool) -> dict:
-    """Each path's command and environment. Neighbours are compared, so they run side by side."""
+def groups(threads: list[int], with_peers: bool) -> dict[str, dict]:
+    """For each group its paths, for each path its command and environment."""
     found = {}
-    for way in ("shm", "cma", "tcp"):
-        for threads in (1, 2):
-            for name, script in (("limit", "bench_limits.py"), ("ferry", "bench_ours.py")):
-                options = ["--path", way, "--threads", str(threads)]
-                found[f"{name}-{way}-{threads}"] = ([sys.executable, script, *options], {})
-    if not with_peers:
-        return found
-    nixl = [python("nixl"), "bench_nixl.py"]
-    quiet = ["--no-progress-thread"]
-    tcp = {"UCX_TLS": "tcp"}
-    found |= {
-        "nixl": (nixl, {}),
-        "nixl-quiet": (nixl + quiet, {}),
-        "nixl-repost": (nixl + quiet + ["--mode", "repost"], {}),
-        "nixl-posix": (nixl + ["--backend", "POSIX", "--mode", "init"], {}),
-        "nixl-tcp": (nixl, tcp),
-        "nixl-tcp-quiet": (nixl + quiet, tcp),
-        "mooncake": ([python("mooncake"), "bench_mooncake.py"], BEST_MOONCAKE),
-    }
+    for way, limit in (("shm", "shm"), ("cma", "cma"), ("tcp", "tcp"), ("local", "memcpy")):
+        found[way] = {}
+        for count in threads:
+            for name, script, path in (
+                ("limit", "bench_limits.py", limit),
+                ("ferry", "bench_ours.py", way),
+            ):
+                options = ["--path", path, "--threads", str(count)]
+                found[way][f"{name}-{path}-{count}"] = ([sys.executable, script, *options], {})
+    if with_peers:
+        nixl, quiet = [python("nixl"), "bench_nixl.py"], ["--no-progress-thread"]
+        found["shm"] |= {
+            "nixl": (nixl, {}),
+            "nixl-quiet": (nixl + quiet, {}),
+            "nixl-repost": (nixl + quiet + ["--mode", "repost"], {}),
+            "nixl-posix": (nixl + ["--backend", "POSIX", "--mode", "init"], {}),
+        }
+        tcp = {"UCX_TLS": "tcp"}
+        found["tcp"] |= {
+            "nixl-tcp": (nixl, tcp),
+            "nixl-tcp-quiet": (nixl + quiet, tcp),
+            "mooncake": ([python("mooncake"), "bench_mooncake.py"], BEST_MOONCAKE),
+        }
     return found
 
 
-def run_path(command, environment, cases, samples) -> list[dict]:
-    """Runs one path once; a path that breaks has results that say so."""
-    command = [str(HERE / "prio.sh"), *command, "--cases", ",".join(cases)]
-    command += ["--samples", str(samples)]
-    ended = subprocess.run(
-        command,
-        cwd=HERE,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        print(ended.stderr[-2000:], file=sys.stderr)
-    return [json.loads(line) for line in lines]
+class PathFailed(Exception):
+    """A path's process went away or does not answer."""
 
 
-class Results:
-    """Results by path and case, one for each round."""
+class Competitor:
+    """A path's processes, which wait for their turns."""
 
-    def __init__(self, records: list[dict]):
-        self.records = records
+    def __init__(self, name: str, command: list[str], environment: dict, options: list[str]):
+        self.name = name
+        # Others' engines keep a core busy while they have nothing to do; ours must not.
+        self.is_stopped_between = not name.startswith(("ferry", "limit"))
+        self.errors = open(errors_of(name), "w", encoding="utf-8")
+        self.process = subprocess.Popen(
+            [str(HERE / "prio.sh"), *command, *options, "--tag", name, "--serve"],
+            cwd=HERE,
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+        )
+        self.pids = []
+        self.buffer = b""
 
-    def values(self, path: str, case: str, field: str) -> dict[int, float]:
-        """A field by round."""
-        return {
-            record["round"]: record[field]
-            for record in self.records
-            if record["name"] == path and record["case"] == case and field in record
-        }
+    def wait_until_ready(self):
+        """Waits for the arenas to be filled and the session to be open."""
+        self.pids = self.answer()["pids"]
+        self.stop()
 
-    def median(self, path: str, case: str, field: str) -> float | None:
-        """The median over the rounds."""
-        values = self.values(path, case, field).values()
-        return statistics.median(values) if values else None
+    def answer(self) -> dict:
+        """Reads one JSON line; libraries may print others."""
+        deadline = time.monotonic() + TURN_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while True:
+                while b"\n" in self.buffer:
+                    line, self.buffer = self.buffer.split(b"\n", 1)
+                    if line.startswith(b"{"):
+                        return json.loads(line)
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise PathFailed("no answer in time")
+                data = os.read(self.process.stdout.fileno(), 1 << 16)
+                if not data:
+                    raise PathFailed(f"ended; see {self.errors.name}")
+                self.buffer += data
 
-    def ratio(self, path: str, other: str, case: str, field: str) -> float | None:
-        """The median of the ratios of each round."""
-        ours, theirs = self.values(path, case, field), self.values(other, case, field)
-        ratios = [ours[at] / theirs[at] for at in ours if theirs.get(at)]
-        return statistics.median(ratios) if ratios else None
+    def turn(self, case: str, samples: int, warm: int, is_verifying: bool) -> dict:
+        """Lets the path time a case."""
+        self.signal(signal.SIGCONT)
+        ask = {"case": case, "samples": samples, "warm": warm, "verify": is_verifying}
+        try:
+            self.process.stdin.write(json.dumps(ask).encode() + b"\n")
+            self.process.stdin.flush()
+            return self.answer()
+        except OSError as error:
+            raise PathFailed(repr(error)) from error
+        finally:
+            self.stop()
 
-    def cpu_ratio(self, path: str, other: str, case: str) -> float | None:
-        """As ratio, of the CPU-seconds of both sides for each GB."""
-        both = []
-        for name in (path, other):
-            sides = ("init_cpu_s_per_GB", "tgt_cpu_s_per_GB")
-            first, second = (self.values(name, case, side) for side in sides)
-            both.append({at: first[at] + second[at] for at in first})
-        ratios = [both[0][at] / both[1][at] for at in both[0] if both[1].get(at)]
-        return statistics.median(ratios) if ratios else None
+    def stop(self):
+        """Stops the path until its next turn, if it would disturb the others."""
+        if self.is_stopped_between:
+            self.signal(signal.SIGSTOP)
 
-    def best_of(self, names: list[str], case: str, field: str) -> str | None:
-        """The path with the highest median."""
-        medians = {name: self.median(name, case, field) for name in names}
-        known = {name: median for name, median in medians.items() if median}
-        return max(known, key=known.get) if known else None
+    def signal(self, number: int):
+        """Sends a signal to each of the path's processes."""
+        for pid in self.pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
 
-
-def goals(results: Results) -> list[dict]:
-    """The ratios that are promised, each with what was measured."""
-    rows = []
-
-    def add(what, case, measured, goal, at_least=True):
-        if measured is not None:
-            met = measured >= goal if at_least else measured <= goal
-            row = {"what": what, "case": case, "measured": measured, "goal": goal}
-            rows.append(row | {"at_least": at_least, "met": met})
-
-    speed = "GBps_median"
-    for threads in (1, 2):
-        for case in CASES[:5]:
-            is_4k = case == "pages_4096x4KiB"
-            for way, goal in (("shm", 0.85 if is_4k else 0.9), ("cma", 0.95), ("tcp", 0.9)):
-                ours, limit = f"ferry-{way}-{threads}", f"limit-{way}-{threads}"
-                against = f"{ours} / limit"
-                add(against, case, results.ratio(ours, limit, case, speed), goal)
-            ours, limit = f"ferry-shm-{threads}", f"limit-shm-{threads}"
-            cpu = results.cpu_ratio(ours, limit, case)
-            add(f"{ours} / limit, CPU", case, cpu, 1.15, at_least=False)
-    for case in PAGES:
-        add("ferry-shm-2 / nixl", case, results.ratio("ferry-shm-2", "nixl", case, speed), 3.0)
-        if best := results.best_of(NIXL_LOCAL, case, speed):
-            ratio = results.ratio("ferry-shm-2", best, case, speed)
-            add(f"ferry-shm-2 / best nixl ({best})", case, ratio, 1.5)
-        goal = 4.0 if case in SMALL_PAGES else 2.0
-        ratio = results.ratio("ferry-tcp-2", "mooncake", case, speed)
-        add("ferry-tcp-2 / mooncake", case, ratio, goal)
-    for case in SMALL_PAGES:
-        if best := results.best_of(NIXL_TCP, case, speed):
-            ratio = results.ratio("ferry-tcp-2", best, case, speed)
-            add(f"ferry-tcp-2 / best nixl over tcp ({best})", case, ratio, 2.0)
-    latency, case = "us_median", "lat_4KiB"
-    ratio = results.ratio("ferry-shm-2", "nixl", case, latency)
-    add("ferry-shm-2 / nixl, p50", case, ratio, 0.5, at_least=False)
-    ratio = results.ratio("ferry-tcp-1", "limit-tcp-1", case, latency)
-    add("ferry-tcp-1 / limit, p50", case, ratio, 1.3, at_least=False)
-    return rows
+    def close(self):
+        """Ends the path's processes."""
+        self.signal(signal.SIGCONT)
+        self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+        self.errors.close()
 
 
-def table(results: Results, names: list[str]) -> str:
-    """Medians by path and case."""
-    lines = [f"{'GB/s, medians':18}" + "".join(f"{case[:17]:>18}" for case in CASES)]
-    for name in names:
-        cells = []
-        for case in CASES:
-            is_latency = case.startswith("lat")
-            field = "us_median" if is_latency else "GBps_median"
-            value = results.median(name, case, field)
-            cells.append("-" if value is None else f"{value:.1f} us" if is_latency else f"{value:.2f}")
-        lines.append(f"{name:18}" + "".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
+def errors_of(name: str) -> Path:
+    """Where a path's standard error goes."""
+    folder = common.build_folder() / "stderr"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{name}.txt"
 
 
-def goal_lines(rows: list[dict]) -> str:
-    """The ratios beside their goals; missed ones first."""
-    lines = []
-    for row in sorted(rows, key=lambda row: row["met"]):
-        sign = ">=" if row["at_least"] else "<="
-        verdict = "" if row["met"] else "  MISSED"
-        what = f"{row['what']:52}{row['case']:18}"
-        lines.append(f"{what}{row['measured']:7.2f}  (goal {sign} {row['goal']}){verdict}")
-    return "\n".join(lines)
+def check_memory(paths: int, arena_mib: int):
+    """Ends the run early if the arenas of a group do not fit."""
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read())
+    available = int(found[1]) // 1024 if found else sys.maxsize
+    needed = paths * (2 * arena_mib + PATH_OVERHEAD_MIB)
+    if needed > available:
+        raise SystemExit(
+            f"{paths} paths side by side need {needed} MiB, and {available} are available;"
+            " --arena-mib 256 needs less"
+        )
+
+
+def run_group(chosen: dict, args, records: list[dict]):
+    """Lets the paths of a group take turns in every case."""
+    check_memory(len(chosen), args.arena_mib)
+    options = ["--arena-mib", str(args.arena_mib), "--op", args.op, "--budget-s", "5"]
+    paths = []
+
+    def failed(path, case, number, error):
+        print(f"{path.name} {case}: {error}", file=sys.stderr)
+        record = {"name": path.name, "round": number, "case": case}
+        records.append(record | {"error": str(error), "verified": False})
+        paths.remove(path)
+        path.close()
+
+    for name, (command, environment) in chosen.items():
+        paths.append(Competitor(name, command, environment, options))
+    try:
+        for path in list(paths):
+            try:
+                path.wait_until_ready()
+            except PathFailed as error:
+                for case in args.cases:
+                    records.append(
+                        {"name": path.name, "round": 0, "case": case, "error": str(error)}
+                    )
+                failed(path, args.cases[0], 0, error)
+        for case in args.cases:
+            is_latency = case in report.LATENCY
+            samples, warm = (args.lat_samples, 50) if is_latency else (args.samples, 1)
+            began = time.monotonic()
+            for number in range(args.rounds):
+                is_last = number == args.rounds - 1
+                common.wait_until_quiet(QUIET_CORES, args.quiet_wait_s)
+                for path in list(paths) if number % 2 == 0 else list(reversed(paths)):
+                    try:
+                        record = path.turn(case, samples, warm, is_last)
+                        records.append({"name": path.name, "round": number} | record)
+                    except PathFailed as error:
+                        failed(path, case, number, error)
+            print(f"  {case}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        for path in paths:
+            path.close()
 
 
 def machine() -> dict:
-    """What this was measured on."""
+    """What this is measured on."""
     with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
-        models = [line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")]
+        models = [
+            line.split(":", 1)[1].strip() for line in cpuinfo if line.startswith("model name")
+        ]
     return {
         "cpu": models[0] if models else platform.machine(),
         "cores": os.cpu_count(),
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
     }
 
 
+def run_probes() -> list[dict]:
+    """What probe.py finds."""
+    command = [str(HERE / "prio.sh"), sys.executable, "probe.py"]
+    ended = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True, check=False)
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+def names(text: str) -> list[str]:
+    """A list that is separated by commas."""
+    return [name for name in text.split(",") if name]
+
+
 def main():
-    """Runs the rounds."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs the groups."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", action="store_true", help="Mooncake and NIXL too")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--only", default="", help="paths to run, separated by commas")
-    parser.add_argument("--out", type=Path, help="the results file; none without it")
+    parser.add_argument("--probes", action="store_true", help="then probe.py's findings too")
+    parser.add_argument("--groups", type=names, default=["shm", "cma", "tcp", "local"])
+    parser.add_argument("--paths", type=names, default=[], help="only these, such as ferry-shm-2")
+    parser.add_argument("--cases", type=names, default=CASES)
+    parser.add_argument("--op", default="write", choices=["write", "read"])
+    parser.add_argument("--threads", type=names, default=["1", "2"], help="of ours and the limits")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--samples", type=int, default=4, help="of a bandwidth case, each round")
+    parser.add_argument("--lat-samples", type=int, default=500)
+    parser.add_argument("--arena-mib", type=int, default=512)
+    parser.add_argument(
+        "--quiet-wait-s",
+        type=float,
+        default=0.0,
+        help="wait so long for a quiet machine each round",
+    )
+    parser.add_argument("--write-to", type=Path, help="folder of the results file")
     args = parser.parse_args()
-    chosen = paths(args.peers)
-    if args.only:
-        chosen = {name: chosen[name] for name in args.only.split(",")}
     records = []
-    for number in range(args.rounds):
-        for name, (command, environment) in chosen.items():
-            print(f"round {number + 1}/{args.rounds}: {name}", file=sys.stderr, flush=True)
-            for record in run_path(command, environment, CASES, args.samples):
-                records.append({"name": name, "round": number} | record)
-    results = Results(records)
-    rows = goals(results)
-    print(table(results, list(chosen)))
-    print()
-    print(goal_lines(rows))
-    unverified = [record for record in records if not record.get("verified")]
-    for record in unverified:
-        print(f"NOT VERIFIED: {record['name']} {record['case']}: {record.get('error', 'bytes')}")
-    if args.out:
-        today = datetime.date.today().isoformat()
-        written = {"date": today, "machine": machine(), "goals": rows, "records": records}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {args.out}")
-    return 1 if any(record["name"].startswith("ferry") for record in unverified) else 0
+    threads = [int(count) for count in args.threads]
+    for group, paths in groups(threads, args.peers).items():
+        if args.op == "read":
+            # What only writes: the bare TCP, and copies within one process.
+            paths = {name: path for name, path in paths.items() if name.startswith(("ferry", "n"))}
+        if args.paths:
+            paths = {name: path for name, path in paths.items() if name in args.paths}
+        if group in args.groups and paths:
+            print(f"{group}: {', '.join(paths)}", file=sys.stderr, flush=True)
+            run_group(paths, args, records)
+    written = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "rounds": args.rounds,
+        "op": args.op,
+        "goals": report.Goals(report.Results(records)).rows,
+        "probes": run_probes() if args.probes else [],
+        "records": records,
+    }
+    print(report.report(written, False))
+    if args.write_to:
+        kind = f"{written['machine']['cpu']} {written['machine']['cores']} cores"
+        kind = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
+        suffix = "" if args.op == "write" else f"-{args.op}"
+        file = args.write_to / f"{written['date']}-{kind}{suffix}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(dump(written), encoding="utf-8")
+        print(f"\nwritten to {file}")
+    ours_failed = [record for record in records if record.get("verified") is False]
+    return 1 if any(record["name"].startswith("ferry") for record in ours_failed) else 0
+
+
+def dump(written: dict) -> str:
+    """JSON with one line for each record, rounded to what was measured."""
+
+    def rounded(value):
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    def line(row: dict) -> str:
+        return json.dumps({key: rounded(value) for key, value in row.items()})
+
+    parts = []
+    for key, value in written.items():
+        if isinstance(value, list):
+            body = ",\n".join(f"  {line(row)}" for row in value)
+            parts.append(
+                f" {json.dumps(key)}: [\n{body}\n ]" if value else f" {json.dumps(key)}: []"
+            )
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":
