@@ -8,9 +8,12 @@ SHELL := /bin/bash
 CARGO ?= cargo
 VENV := target/venv
 export FERRY_PYTHON := $(abspath $(VENV))/bin/python
+BENCH_PYTHON := target/peers/venv-bench/bin/python
+export BENCH_DRIVER := $(abspath $(or $(CARGO_TARGET_DIR),target))/release/bench-driver
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test check bench bench-python bench-replay bench-turnaround cargo system-packages python nextest deny clean
+.PHONY: help demo test check bench bench-transfers bench-python bench-replay bench-turnaround
+.PHONY: cargo system-packages python nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,11 +37,14 @@ check: cargo deny ## Format, lints, documentation, licences and bans; nothing ma
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(CARGO) deny --locked check bans licenses sources
 
-bench: cargo bench-python ## Criterion, then Ferry beside the machine's limits; PEERS=1 adds Mooncake and NIXL
+bench: cargo ## Criterion, then bench-transfers
 	$(CARGO) bench --workspace --locked
+	$(MAKE) --no-print-directory bench-transfers
+
+bench-transfers: cargo bench-python ## Ferry beside the machine's limits; PEERS=1 adds Mooncake and NIXL (BENCH_ARGS="--help")
 	$(CARGO) build --release --locked --package bench-driver
-	target/peers/venv-nixl/bin/python bench/peers/run.py $(if $(PEERS),--peers) \
-	  --out bench/results/$$(date +%F)-$$(nproc)-cores.json
+	$(BENCH_PYTHON) bench/peers/test_harness.py
+	$(BENCH_PYTHON) bench/peers/run.py --probes --write-to bench/results $(if $(PEERS),--peers) $(BENCH_ARGS)
 
 bench-python: system-packages
 	@PEERS=$(PEERS) bench/peers/install.sh

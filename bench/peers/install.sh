@@ -2,16 +2,25 @@
 # Makes the virtual environments of the benchmarks in target/peers; PEERS=1 with what they compare.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-mkdir -p target/peers
-# nixl-cu12 declares torch, which it needs for tensors only.
-for name in nixl mooncake; do
-  venv=target/peers/venv-$name
+folder=${BENCH_BUILD_DIR:-target/peers}
+mkdir -p "$folder"
+
+# environment NAME PIP_ARGUMENTS...
+environment() {
+  local venv=$folder/venv-$1
+  shift
   [[ -x $venv/bin/python ]] || python3 -m venv "$venv"
   "$venv/bin/python" -c 'import numpy' 2>/dev/null || "$venv/bin/pip" install --quiet numpy==2.3.5
-done
+  if (($#)); then "$venv/bin/pip" install --quiet "$@"; fi
+}
+
+environment bench
 [[ -n ${PEERS:-} ]] || exit 0
-target/peers/venv-nixl/bin/pip install --quiet --no-deps nixl-cu12==1.5.1
-target/peers/venv-mooncake/bin/pip install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1
+# nixl-cu12 declares torch, which it needs for tensors only.
+environment nixl --no-deps nixl-cu12==1.5.1
+environment mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1
+
+# What their wheels link to (names of Debian 12).
 needed=(libibverbs1 librdmacm1 ibverbs-providers libnuma1 libgflags2.2 libgoogle-glog0v6 libjsoncpp25
   liburing2 libcurl4 libunwind8)
 missing=()

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Draws the throughput of a results file as an SVG: for each case, a bar for each path."""
+"""Draws the throughput of a results file as SVG: for each case a bar for each path.
+
+plot.py FILE PLOT
+"""
 
 import argparse
 import json
@@ -7,82 +10,88 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from run import CASES, Results
+import report
 
-# Path: colour. Limits are grey; what is compared has one hue each.
-PATHS = {
-    "limit-shm-2": "#b8b8b8",
-    "ferry-shm-2": "#0b6e4f",
-    "limit-cma-2": "#cfcfcf",
-    "ferry-cma-2": "#2a9d74",
-    "limit-tcp-2": "#e0e0e0",
-    "ferry-tcp-2": "#7cc6a4",
-    "nixl": "#a23b2a",
-    "nixl-posix": "#c96f4a",
-    "nixl-tcp-quiet": "#e0a07a",
-    "mooncake": "#4a5fa2",
-}
-BAR, GAP, HEIGHT, LEFT, TOP = 16, 34, 260, 60, 50
-
-
-def text(x, y, words, anchor="middle", size=11) -> str:
-    """One line of text."""
-    style = f'font-family="sans-serif" font-size="{size}" text-anchor="{anchor}"'
-    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{words}</text>'
+# In pixels.
+BAR, GAP, GROUP_GAP, LABELS, PLOT_WIDTH, TOP = 13, 3, 16, 120, 560, 64
+# Each series is one path: name, what the legend says, colour.
+SERIES = [
+    ("limit-shm-2", "limit: copy into a shared mapping, 2 threads", "#b9c6d3"),
+    ("ferry-shm-2", "Ferry shm", "#1b5e9e"),
+    ("ferry-cma-2", "Ferry cma", "#5b9bd5"),
+    ("limit-tcp-2", "limit: bare TCP, 2 streams", "#cfd8c4"),
+    ("ferry-tcp-2", "Ferry tcp", "#3f7f3f"),
+    ("nixl", "NIXL as SGLang drives it", "#d98e2b"),
+    ("nixl-best", "NIXL, its best setting", "#efc27b"),
+    ("nixl-tcp", "NIXL over TCP", "#a8642a"),
+    ("mooncake", "Mooncake TCP, its best setting", "#a33b3b"),
+]
 
 
-def draw(written: dict) -> str:
-    """The whole picture."""
-    results = Results(written["records"])
-    cases = [case for case in CASES if not case.startswith("lat")]
-    names = [name for name in PATHS if results.median(name, cases[0], "GBps_median")]
-    values = {
-        (case, name): results.median(name, case, "GBps_median") or 0.0
-        for case in cases
-        for name in names
-    }
-    top = max(values.values())
-    group = len(names) * BAR + GAP
-    width = LEFT + len(cases) * group + 20
-    legend_rows = (len(names) + 4) // 5
-    height = TOP + HEIGHT + 40 + legend_rows * 18
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">']
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-    machine = written["machine"]
-    title = f"GB/s between two processes, {machine['cores']} cores, {machine['cpu']}"
-    parts.append(text(width / 2, 22, title, size=14))
-    for step in range(5):
-        y = TOP + HEIGHT - HEIGHT * step / 4
-        parts.append(f'<line x1="{LEFT}" x2="{width - 20}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-        parts.append(text(LEFT - 8, y + 4, f"{top * step / 4:.1f}", anchor="end"))
-    for place, case in enumerate(cases):
-        x = LEFT + place * group + GAP / 2
-        for at, name in enumerate(names):
-            bar = HEIGHT * values[case, name] / top
-            corner = f'x="{x + at * BAR:.0f}" y="{TOP + HEIGHT - bar:.1f}"'
-            size = f'width="{BAR - 2}" height="{bar:.1f}"'
-            parts.append(f'<rect {corner} {size} fill="{PATHS[name]}"/>')
-        label = case.replace("contig_", "1 x ").replace("pages_", "").replace("x", " x ", 1)
-        parts.append(text(x + len(names) * BAR / 2, TOP + HEIGHT + 18, label))
-    for at, name in enumerate(names):
-        x = LEFT + (at % 5) * (width - LEFT) / 5
-        y = TOP + HEIGHT + 44 + (at // 5) * 18
+def svg(written: dict) -> str:
+    """Bars of throughput, a group for each case."""
+    results = report.Results(written["records"])
+    cases = [case for case in report.BANDWIDTH if any(key[1] == case for key in results.found)]
+
+    def speed(name, case):
+        name = results.best_of(report.NIXL_LOCAL, case) if name == "nixl-best" else name
+        return results.median(name, case, report.SPEED) if name else None
+
+    series = [one for one in SERIES if any(speed(one[0], case) for case in cases)]
+    most = max(speed(name, case) or 0.0 for name, _, _ in series for case in cases)
+    step = 1 if most <= 6 else 2
+    top_value = (int(most / step) + 1) * step
+    group = len(series) * (BAR + GAP) + GROUP_GAP
+    legend_lines = (len(series) + 1) // 2
+    plot_top = TOP + legend_lines * 18
+    height = plot_top + len(cases) * group + 40
+    width = LABELS + PLOT_WIDTH + 60
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
+        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<text x="12" y="24" font-size="16">Batches between two processes of one host, GB/s</text>',
+        f'<text x="12" y="42" fill="#555">{report.machine_line(written).split(";")[0]};'
+        " pages in random order on both sides, out of cache</text>",
+    ]
+    for at, (_, title, colour) in enumerate(series):
+        x, y = 12 + at % 2 * (width // 2), TOP + at // 2 * 18
+        parts.append(f'<rect x="{x}" y="{y - 9}" width="11" height="11" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 17}" y="{y + 1}">{title}</text>')
+    bottom = plot_top + len(cases) * group
+    for value in range(0, top_value + 1, step):
+        x = LABELS + PLOT_WIDTH * value / top_value
+        parts.append(f'<path d="M{x:.1f} {plot_top}V{bottom}" stroke="#e4e4e4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value}</text>')
+    for at, case in enumerate(cases):
+        y = plot_top + at * group + GROUP_GAP / 2
+        middle = y + (group - GROUP_GAP) / 2 + 4
         parts.append(
-            f'<rect x="{x:.0f}" y="{y - 10}" width="12" height="12" fill="{PATHS[name]}"/>'
+            f'<text x="{LABELS - 8}" y="{middle}" text-anchor="end">{report.TITLES[case]}</text>'
         )
-        parts.append(text(x + 18, y, name, anchor="start"))
+        for name, _, colour in series:
+            value = speed(name, case)
+            length = PLOT_WIDTH * (value or 0.0) / top_value
+            label = "-" if value is None else f"{value:.2f}"
+            parts.append(
+                f'<rect x="{LABELS}" y="{y:.1f}" width="{length:.1f}" height="{BAR}"'
+                f' fill="{colour}"/>'
+            )
+            parts.append(
+                f'<text x="{LABELS + length + 4:.1f}" y="{y + BAR - 3:.1f}" font-size="10"'
+                f' fill="#444">{label}</text>'
+            )
+            y += BAR + GAP
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def main():
-    """Draws beside the results file."""
+    """Draws."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("plot", type=Path)
     args = parser.parse_args()
-    written = json.loads(args.results.read_text(encoding="utf-8"))
-    target = args.results.with_suffix(".svg")
-    target.write_text(draw(written), encoding="utf-8")
-    print(f"written to {target}")
+    args.plot.write_text(svg(json.loads(args.file.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import bench_common as common
 import bench_ours
 
-IDLE_S = 5.0
+SETTLE_S, IDLE_S = 2.0, 5.0
 PAGE = 4 * common.KIB
 ROOMS, ROOM_PAGES, ROOM_PAGE = 64, 64, 16 * common.KIB
 RANGES, RANGE_BYTES = 200_000, 64
@@ -82,6 +82,8 @@ class Session:
 
 def idle(session: Session) -> dict:
     """Share of a core, of the side that uses more."""
+    # Pools are still being faulted in for a while after they were registered.
+    time.sleep(SETTLE_S)
     before = session.cpu_s()
     time.sleep(IDLE_S)
     used = max(end - begin for begin, end in zip(before, session.cpu_s()))

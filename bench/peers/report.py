@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""What a results file of run.py says: medians, ratios beside their goals, and a plot.
+"""What a results file of run.py says: medians, and ratios beside their goals.
 
   report.py FILE               prints the tables
   report.py FILE --markdown    prints them for a page
-  report.py FILE --svg PLOT    draws throughput by case as SVG
 
 A ratio is the median over rounds of the ratio of two paths that took their turns side by side.
 """
@@ -11,7 +10,6 @@ A ratio is the median over rounds of the ratio of two paths that took their turn
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
 BANDWIDTH = [
@@ -230,93 +228,15 @@ def report(written: dict, is_markdown: bool) -> str:
     return "\n\n".join(parts)
 
 
-# Of the plot, in pixels.
-BAR, GAP, GROUP_GAP, LABELS, PLOT_WIDTH, TOP = 13, 3, 16, 120, 560, 64
-# Each series is one path: name, what the legend says, colour.
-SERIES = [
-    ("limit-shm-2", "limit: copy into a shared mapping, 2 threads", "#b9c6d3"),
-    ("ferry-shm-2", "Ferry shm", "#1b5e9e"),
-    ("ferry-cma-2", "Ferry cma", "#5b9bd5"),
-    ("limit-tcp-2", "limit: bare TCP, 2 streams", "#cfd8c4"),
-    ("ferry-tcp-2", "Ferry tcp", "#3f7f3f"),
-    ("nixl", "NIXL as SGLang drives it", "#d98e2b"),
-    ("nixl-best", "NIXL, its best setting", "#efc27b"),
-    ("nixl-tcp", "NIXL over TCP", "#a8642a"),
-    ("mooncake", "Mooncake TCP, its best setting", "#a33b3b"),
-]
-
-
-def svg(written: dict) -> str:
-    """Bars of throughput, a group for each case."""
-    results = Results(written["records"])
-    cases = [case for case in BANDWIDTH if any(key[1] == case for key in results.found)]
-
-    def speed(name, case):
-        name = results.best_of(NIXL_LOCAL, case) if name == "nixl-best" else name
-        return results.median(name, case, SPEED) if name else None
-
-    series = [one for one in SERIES if any(speed(one[0], case) for case in cases)]
-    most = max(speed(name, case) or 0.0 for name, _, _ in series for case in cases)
-    step = 1 if most <= 6 else 2
-    top_value = (int(most / step) + 1) * step
-    group = len(series) * (BAR + GAP) + GROUP_GAP
-    legend_lines = (len(series) + 1) // 2
-    plot_top = TOP + legend_lines * 18
-    height = plot_top + len(cases) * group + 40
-    width = LABELS + PLOT_WIDTH + 60
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="12" y="24" font-size="16">Batches between two processes of one host, GB/s</text>',
-        f'<text x="12" y="42" fill="#555">{machine_line(written).split(";")[0]};'
-        " pages in random order on both sides, out of cache</text>",
-    ]
-    for at, (_, title, colour) in enumerate(series):
-        x, y = 12 + at % 2 * (width // 2), TOP + at // 2 * 18
-        parts.append(f'<rect x="{x}" y="{y - 9}" width="11" height="11" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 17}" y="{y + 1}">{title}</text>')
-    bottom = plot_top + len(cases) * group
-    for value in range(0, top_value + 1, step):
-        x = LABELS + PLOT_WIDTH * value / top_value
-        parts.append(f'<path d="M{x:.1f} {plot_top}V{bottom}" stroke="#e4e4e4"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value}</text>')
-    for at, case in enumerate(cases):
-        y = plot_top + at * group + GROUP_GAP / 2
-        middle = y + (group - GROUP_GAP) / 2 + 4
-        parts.append(f'<text x="{LABELS - 8}" y="{middle}" text-anchor="end">{TITLES[case]}</text>')
-        for name, _, colour in series:
-            value = speed(name, case)
-            length = PLOT_WIDTH * (value or 0.0) / top_value
-            label = "-" if value is None else f"{value:.2f}"
-            parts.append(
-                f'<rect x="{LABELS}" y="{y:.1f}" width="{length:.1f}" height="{BAR}"'
-                f' fill="{colour}"/>'
-            )
-            parts.append(
-                f'<text x="{LABELS + length + 4:.1f}" y="{y + BAR - 3:.1f}" font-size="10"'
-                f' fill="#444">{label}</text>'
-            )
-            y += BAR + GAP
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
 def main():
-    """Prints or draws."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Prints the tables."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
     parser.add_argument("file", type=Path)
     parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--svg", type=Path, help="where the plot goes")
     args = parser.parse_args()
-    written = json.loads(args.file.read_text(encoding="utf-8"))
-    if args.svg:
-        args.svg.write_text(svg(written), encoding="utf-8")
-        return 0
-    print(report(written, args.markdown))
-    return 0
+    print(report(json.loads(args.file.read_text(encoding="utf-8")), args.markdown))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
