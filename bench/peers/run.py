@@ -46,6 +46,11 @@ def python(name: str) -> str:
     return str(path) if path.exists() else sys.executable
 
 
+def has_avx2() -> bool:
+    """Whether the processor has the streaming stores of the second limit of shm."""
+    return " avx2 " in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+
+
 def groups(threads: list[int], with_peers: bool) -> dict[str, dict]:
     """For each group its paths, for each path its command and environment."""
     found = {}
@@ -58,6 +63,11 @@ def groups(threads: list[int], with_peers: bool) -> dict[str, dict]:
             ):
                 options = ["--path", path, "--threads", str(count)]
                 found[way][f"{name}-{path}-{count}"] = ([sys.executable, script, *options], {})
+    if has_avx2():
+        for count in threads:
+            options = ["--path", "shm", "--threads", str(count), "--streaming"]
+            streaming = [sys.executable, "bench_limits.py", *options]
+            found["shm"][f"limit-streaming-{count}"] = (streaming, {})
     if with_peers:
         nixl, quiet = [python("nixl"), "bench_nixl.py"], ["--no-progress-thread"]
         found["shm"] |= {
