@@ -2,7 +2,7 @@
 """What a results file of run.py says: medians, and ratios beside their goals.
 
   report.py FILE               prints the tables
-  report.py FILE --markdown    prints them for a page
+  report.py FILE --markdown    prints them for a page, only ratios that have a goal
 
 A ratio is the median over rounds of the ratio of two paths that took their turns side by side.
 """
@@ -161,8 +161,9 @@ def rows_of(results: Results, cases: list[str], make) -> list[list[str]]:
     return rows
 
 
-def goal_rows(goals: list[dict]) -> list[list[str]]:
-    """The ratios beside their goals; those that were missed first, by how far."""
+def goal_rows(goals: list[dict], is_short: bool) -> list[list[str]]:
+    """The ratios beside their goals, those that were missed first; at last, unless it is to be
+    short, those without a goal."""
     units = {SPEED: "GB/s", CPU: "CPU-s/GB", MEDIAN_US: "p50"}
 
     def merit(row):
@@ -173,6 +174,8 @@ def goal_rows(goals: list[dict]) -> list[list[str]]:
 
     rows = [["ours / other", "of", "case", "ratio", "goal", ""]]
     for row in sorted(goals, key=merit):
+        if row["goal"] is None and is_short:
+            continue
         sign = ">=" if row["at_least"] else "<="
         goal = "" if row["goal"] is None else f"{sign} {row['goal']}"
         what = f"{row['ours']} / {row['other']}"
@@ -224,7 +227,7 @@ def report(written: dict, is_markdown: bool) -> str:
         "CPU-seconds for each GB, both sides:",
         table(rows_of(results, BANDWIDTH, cpu_cell)),
         "Ratios within rounds, missed goals first:",
-        table(goal_rows(Goals(results).rows)),
+        table(goal_rows(Goals(results).rows, is_markdown)),
     ]
     parts += [f"NOT VERIFIED: {failure}" for failure in results.failures()]
     if probes := written.get("probes"):

@@ -36,6 +36,19 @@ BEST_MOONCAKE = {
     "MC_TCP_LANES_PER_PEER": "16",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
 }
+# Fields that a path or a case has in every record, or that follow from others.
+LEFT_OUT = {
+    "peer",
+    "path",
+    "tag",
+    "op",
+    "thp",
+    "bytes",
+    "n_desc",
+    "desc_size",
+    "GBps_min",
+    "GBps_max",
+}
 # A machine is quiet when everybody together uses fewer cores.
 QUIET_CORES = 0.25
 
@@ -298,6 +311,8 @@ def main():
         "machine": machine(),
         "rounds": args.rounds,
         "op": args.op,
+        "paths": {record["name"]: record["path"] for record in records if "path" in record},
+        "cases": {case: common.CASES[case][:2] for case in args.cases},
         "goals": report.Goals(report.Results(records)).rows,
         "probes": run_probes() if args.probes else [],
         "records": records,
@@ -316,23 +331,23 @@ def main():
 
 
 def dump(written: dict) -> str:
-    """JSON with one line for each record, rounded to what was measured."""
+    """JSON with one line for each record: without what is the same in all records of a path or a
+    case, and rounded to what was measured."""
 
     def rounded(value):
-        return float(f"{value:.5g}") if isinstance(value, float) else value
+        return float(f"{value:.4g}") if isinstance(value, float) else value
 
-    def line(row: dict) -> str:
-        return json.dumps({key: rounded(value) for key, value in row.items()})
+    def line(row: dict, left_out: set[str]) -> str:
+        kept = {key: rounded(value) for key, value in row.items() if key not in left_out}
+        return "  " + json.dumps(kept, separators=(",", ":"))
 
     parts = []
     for key, value in written.items():
+        text = json.dumps(value)
         if isinstance(value, list):
-            body = ",\n".join(f"  {line(row)}" for row in value)
-            parts.append(
-                f" {json.dumps(key)}: [\n{body}\n ]" if value else f" {json.dumps(key)}: []"
-            )
-        else:
-            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+            left_out = LEFT_OUT if key == "records" else set()
+            text = "[\n" + ",\n".join(line(row, left_out) for row in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
