@@ -98,6 +98,12 @@ def groups(threads: list[int], with_peers: bool) -> dict[str, dict]:
     return found
 
 
+def only_write(threads: list[int]) -> set[str]:
+    """Paths that cannot read: the bare TCP, and what stays within one process."""
+    names = ("limit-tcp", "limit-memcpy", "ferry-local")
+    return {f"{name}-{count}" for name in names for count in threads}
+
+
 class PathFailed(Exception):
     """A path's process went away or does not answer."""
 
@@ -299,8 +305,7 @@ def main():
     threads = [int(count) for count in args.threads]
     for group, paths in groups(threads, args.peers).items():
         if args.op == "read":
-            # What only writes: the bare TCP, and copies within one process.
-            paths = {name: path for name, path in paths.items() if name.startswith(("ferry", "n"))}
+            paths = {name: path for name, path in paths.items() if name not in only_write(threads)}
         if args.paths:
             paths = {name: path for name, path in paths.items() if name in args.paths}
         if group in args.groups and paths:
