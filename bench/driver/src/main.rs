@@ -37,7 +37,7 @@ struct Args {
     /// Size of an arena in MiB
     #[arg(long, default_value_t = 512)]
     arena_mib: u64,
-    /// A fault in one batch, KIND:kv[:NTH]: verification must notice it
+    /// A fault in one batch, `KIND:kv[:NTH]`: verification must notice it
     #[arg(long)]
     fault: Option<FaultSpec>,
 }

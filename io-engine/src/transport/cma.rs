@@ -20,7 +20,7 @@ use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::sys::{self, IoVec, io_vec};
 use crate::transport::copy::CopyWork;
-use crate::transport::queue::LARGE_PIECE_BYTES;
+use crate::transport::queue::call_piece_bytes;
 use crate::transport::same_host::{Admitted, Link, Way};
 use crate::transport::{Piece, Transport, TransportKind};
 
@@ -151,8 +151,8 @@ fn submit(engine: &Weak<EngineInner>, reach: Reach, job: Job, status: Arc<Status
 }
 
 impl CopyWork for Reach {
-    fn piece_bytes(&self) -> u64 {
-        LARGE_PIECE_BYTES
+    fn piece_bytes(&self, batch_bytes: u64) -> u64 {
+        call_piece_bytes(batch_bytes)
     }
 
     fn copy(&self, job: &Job, piece: &Piece) -> Result<(), TransportError> {

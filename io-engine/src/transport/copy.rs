@@ -22,8 +22,8 @@ const HERE_IF_WAITED_FOR: (u64, u64) = (128 << 10, 64);
 pub(crate) trait CopyWork: Send + Sync {
     fn copy(&self, job: &Job, piece: &Piece) -> Result<(), TransportError>;
 
-    /// Bytes that one call of `copy` is to move at most.
-    fn piece_bytes(&self) -> u64 {
+    /// Bytes that one call of `copy` is to move at most, of a batch of so many.
+    fn piece_bytes(&self, _batch_bytes: u64) -> u64 {
         PIECE_BYTES
     }
 }
@@ -34,7 +34,7 @@ pub(crate) type CopyQueue = BatchQueue<Arc<dyn CopyWork>>;
 /// Hands a batch to the workers, or copies it at once if it is very small.
 pub(crate) fn submit(queue: &CopyQueue, work: Arc<dyn CopyWork>, job: Job, status: Arc<Status>) {
     if !is_very_small(&job) {
-        let piece_bytes = work.piece_bytes();
+        let piece_bytes = work.piece_bytes(job.totals().0);
         return queue.push(job, status, work, piece_bytes);
     }
     let copied = queue.run_here(job, &status, |job, status, piece| {

@@ -16,8 +16,15 @@ use crate::sys::MAX_VECTORS;
 /// Bytes of one piece at most; a longer range is cut exactly there. Small, so that workers finish a
 /// batch together and a small batch waits for little.
 pub(crate) const PIECE_BYTES: u64 = 512 << 10;
-/// The same for work that costs a long system call for each piece.
-pub(crate) const LARGE_PIECE_BYTES: u64 = 4 << 20;
+/// The same for work that costs a long system call for each piece: an eighth of the batch, so that
+/// workers still share it, within these bounds.
+const CALL_PIECE_BYTES: (u64, u64) = (PIECE_BYTES, 16 << 20);
+
+/// Bytes of one piece of a batch that is moved by system calls.
+pub(crate) fn call_piece_bytes(batch_bytes: u64) -> u64 {
+    let (least, most) = CALL_PIECE_BYTES;
+    (batch_bytes / 8).clamp(least, most)
+}
 
 /// One range of a piece.
 #[derive(Clone, Copy, Debug)]
