@@ -301,6 +301,8 @@ def main():
     )
     parser.add_argument("--write-to", type=Path, help="folder of the results file")
     args = parser.parse_args()
+    # So that paths which are stopped between their turns are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     records = []
     threads = [int(count) for count in args.threads]
     for group, paths in groups(threads, args.peers).items():
