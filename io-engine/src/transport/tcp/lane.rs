@@ -203,6 +203,19 @@ impl Lanes {
     }
 
     fn broken(&self, error: &io::Error) -> TransportError {
+        let is_stalled = matches!(
+            error.kind(),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+        );
+        if is_stalled {
+            return TransportError::unproved(
+                TransportErrorKind::Timeout,
+                format!(
+                    "tcp to {}: the peer took and answered nothing for {:?}",
+                    self.peer, self.stall_timeout
+                ),
+            );
+        }
         TransportError::io(format!("tcp to {}", self.peer), error).without_proof()
     }
 
