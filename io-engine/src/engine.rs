@@ -17,12 +17,12 @@ use crate::fault::{FaultSpec, Faulty};
 use crate::memory::Memory;
 use crate::offer::Offer;
 use crate::region::{Region, RegionKey};
-use crate::session::{Job, Session};
-use crate::status::{Status, deadline_after};
+use crate::session::Session;
+use crate::status::deadline_after;
 use crate::stream;
 use crate::timer::Timer;
 use crate::transport::cma::Cma;
-use crate::transport::copy::{self, CopyQueue, CopyWork};
+use crate::transport::copy::{self, CopyQueue};
 use crate::transport::local::Local;
 use crate::transport::same_host::{self, Connection, Secret};
 use crate::transport::shm::Shm;
@@ -134,7 +134,10 @@ impl Engine {
     /// # Errors
     /// When an address cannot be bound (it is named) or a thread cannot be started.
     pub fn start(config: EngineConfig) -> Result<Self, TransportError> {
-        stream::choose();
+        let copies_itself = |kind: &TransportKind| kind.copies_mapped_memory();
+        if config.transports.iter().any(copies_itself) {
+            stream::choose();
+        }
         let instance: [u8; 16] = random()?;
         let name: String = instance.iter().map(|byte| format!("{byte:02x}")).collect();
         let unix_name = format!("ferry-io-{name}");
@@ -405,9 +408,9 @@ impl EngineInner {
         peers.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Hands a batch to the copying workers, or copies it at once if it is very small.
-    pub(crate) fn submit_copy(&self, work: Arc<dyn CopyWork>, job: Job, status: Arc<Status>) {
-        copy::submit(&self.copies, work, job, status);
+    /// The queue of the copying workers.
+    pub(crate) fn copies(&self) -> &CopyQueue {
+        &self.copies
     }
 
     fn offers(&self, kind: TransportKind) -> bool {

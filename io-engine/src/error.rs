@@ -105,6 +105,11 @@ impl TransportError {
         Self::quiesced(kind, format!("{what}: {error}"))
     }
 
+    /// What a session that was closed, or whose engine has ended, says of every batch.
+    pub(crate) fn closed_session() -> Self {
+        Self::quiesced(TransportErrorKind::Closed, "the session is closed")
+    }
+
     /// The same failure, without the proof that writes have stopped.
     pub(crate) fn without_proof(mut self) -> Self {
         self.quiesced = false;

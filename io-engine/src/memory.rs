@@ -10,7 +10,6 @@ use common::ids::{ByteLen, ByteOffset};
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::Location;
-use crate::stream;
 use crate::sys::{self, Mapping};
 
 /// Seals that keep a mapping from ever faulting: the file can neither shrink nor grow.
@@ -173,7 +172,7 @@ impl Memory {
         let src = self.address(offset.get(), out.len() as u64)?;
         // SAFETY: `address` checked that the source lies inside the mapping, which `self` keeps;
         // `out` is a distinct buffer of exactly this length.
-        unsafe { stream::copy(src, out.as_mut_ptr(), out.len()) };
+        unsafe { sys::copy(src, out.as_mut_ptr(), out.len()) };
         Ok(())
     }
 
@@ -185,7 +184,7 @@ impl Memory {
         let dst = self.address(offset.get(), bytes.len() as u64)?;
         // SAFETY: `address` checked that the destination lies inside the mapping, which `self`
         // keeps; no reference to mapped bytes is ever made, so `bytes` cannot overlap it.
-        unsafe { stream::copy(bytes.as_ptr(), dst, bytes.len()) };
+        unsafe { sys::copy(bytes.as_ptr(), dst, bytes.len()) };
         Ok(())
     }
 

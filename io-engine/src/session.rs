@@ -1,7 +1,7 @@
 //! A connection between two engines, and what is submitted to it.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::plan::RunList;
 
@@ -44,8 +44,12 @@ pub enum Direction {
 pub(crate) struct Job {
     pub pairs: Vec<WritePair>,
     pub direction: Direction,
-    /// Whether the submitting thread waits for the end, so that it may do the work itself.
-    pub is_waited_for: bool,
+    /// Over all pairs. Only counted with, never addressed with.
+    pub bytes: u64,
+    /// Over all pairs.
+    pub ranges: u64,
+    /// Until when the submitting thread waits for the end, so that it may do the work itself.
+    pub waits_until_opt: Option<Instant>,
     _guards: Vec<RegionGuard>,
 }
 
@@ -54,35 +58,29 @@ impl Job {
     pub(crate) fn new(pairs: Vec<WritePair>, direction: Direction) -> Result<Self, TransportError> {
         pairs.iter().try_for_each(|pair| check(pair, direction))?;
         let guards = pairs.iter().map(|pair| pair.local.enter());
-        Ok(Self {
-            _guards: guards.collect::<Result<_, _>>()?,
+        let guards = guards.collect::<Result<_, _>>()?;
+        Ok(Self::joined(pairs, direction, guards))
+    }
+
+    fn joined(pairs: Vec<WritePair>, direction: Direction, guards: Vec<RegionGuard>) -> Self {
+        let total = |of: fn(&RunList) -> u64| {
+            let numbers = pairs.iter().map(|pair| of(&pair.runs));
+            numbers.fold(0, u64::saturating_add)
+        };
+        Self {
+            bytes: total(|runs| runs.bytes().get()),
+            ranges: total(RunList::ranges),
             pairs,
             direction,
-            is_waited_for: false,
-        })
+            waits_until_opt: None,
+            _guards: guards,
+        }
     }
 
     /// A job that nothing may be copied by: its ranges are not checked.
     #[cfg(test)]
     pub(crate) fn unchecked(pairs: Vec<WritePair>) -> Self {
-        Self {
-            pairs,
-            direction: Direction::Write,
-            is_waited_for: false,
-            _guards: Vec::new(),
-        }
-    }
-
-    /// Bytes and ranges.
-    pub(crate) fn totals(&self) -> (u64, u64) {
-        self.pairs.iter().fold((0, 0), |(bytes, ranges), pair| {
-            let (more_bytes, more_ranges) = (pair.runs.bytes().get(), pair.runs.ranges());
-            // Only counted with, never addressed with.
-            (
-                u64::saturating_add(bytes, more_bytes),
-                u64::saturating_add(ranges, more_ranges),
-            )
-        })
+        Self::joined(pairs, Direction::Write, Vec::new())
     }
 }
 
@@ -205,9 +203,8 @@ impl Session {
         let deadline = deadline_after(timeout);
         let (job_opt, status) = self.prepare(direction, batch);
         if let Some(mut job) = job_opt {
-            job.is_waited_for = true;
-            self.transport
-                .submit_and_wait(job, Arc::clone(&status), deadline);
+            job.waits_until_opt = Some(deadline);
+            self.transport.submit(job, Arc::clone(&status));
         }
         if !status.is_concluded() {
             self.timer.watch(&status, deadline, timeout);
@@ -236,9 +233,8 @@ impl Session {
                 (None, status)
             }
             Ok(job) => {
-                let (bytes, ranges) = job.totals();
-                let status = Status::new(bytes, ranges);
-                if ranges > 0 {
+                let status = Status::new(job.bytes, job.ranges);
+                if job.ranges > 0 {
                     return (Some(job), status);
                 }
                 status.exhausted();

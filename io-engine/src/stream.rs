@@ -7,6 +7,8 @@
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
+use crate::sys;
+
 /// From this length on a copy may go past the caches.
 const LEAST_BYTES: usize = 4096;
 /// Larger than the caches together with the other buffer.
@@ -28,13 +30,10 @@ pub(crate) fn choose() {
     LazyLock::force(&IS_STREAMING);
 }
 
-/// Copies between two ranges that may belong to other processes too. What another process, or
-/// another copy of this one, writes meanwhile arrives torn: the result is some bytes, and it is
-/// for the protocol above to let nobody use them.
+/// As [`sys::copy`], by the faster routine.
 ///
 /// # Safety
-/// `src` must be readable and `dst` writable for `len` bytes for the length of the call, and the
-/// two ranges must not overlap.
+/// As there.
 pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     let is_long = len >= LEAST_BYTES;
     if is_long && *IS_STREAMING {
@@ -42,7 +41,7 @@ pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
         unsafe { copy_past_caches(src, dst, len) }
     } else {
         // SAFETY: the caller's contract is exactly this function's.
-        unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
+        unsafe { sys::copy(src, dst, len) }
     }
 }
 

@@ -8,9 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::ptr::NonNull;
 use std::time::Duration;
 
-/// Ranges of one vectored call at most: the kernel's limit.
-pub(crate) const MAX_CALL_VECTORS: usize = 1024;
-/// Ranges of one piece of a batch.
+/// Ranges of one vectored call, and of one piece of a batch, at most: the kernel's limit.
 pub(crate) const MAX_VECTORS: usize = 1024;
 
 fn check(result: libc::c_int) -> io::Result<libc::c_int> {
@@ -187,6 +185,18 @@ impl Drop for Mapping {
             tracing::error!(error = %io::Error::last_os_error(), "a mapping could not be unmapped");
         }
     }
+}
+
+/// Copies between two ranges that may belong to other processes too. What another process, or
+/// another copy of this one, writes meanwhile arrives torn: the result is some bytes, and it is
+/// for the protocol above to let nobody use them.
+///
+/// # Safety
+/// `src` must be readable and `dst` writable for `len` bytes for the length of the call, and the
+/// two ranges must not overlap.
+pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    // SAFETY: the caller's contract is exactly this function's.
+    unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
 }
 
 /// One range of a vectored call.

@@ -19,7 +19,7 @@ use crate::region::{Location, RemoteRegion};
 use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::sys::{self, IoVec, io_vec};
-use crate::transport::copy::CopyWork;
+use crate::transport::copy::{self, CopyWork};
 use crate::transport::queue::call_piece_bytes;
 use crate::transport::same_host::{Admitted, Link, Way};
 use crate::transport::{Piece, Transport, TransportKind};
@@ -54,8 +54,8 @@ impl Cma {
         timeout: Duration,
     ) -> Result<Self, TransportError> {
         let weak = Arc::downgrade(engine);
-        let begin = Box::new(move |admitted, job, status: Arc<Status>| {
-            submit(&weak, Reach::Proven(admitted), job, status);
+        let begin = Box::new(move |admitted, job, status| {
+            copy::submit(&weak, Reach::Proven(admitted), job, status);
         });
         let link = Link::connect(socket_name, Way::Process, instance, timeout, begin)?;
         Ok(Self {
@@ -95,7 +95,7 @@ impl Cma {
 impl BelievedPeer {
     fn failure(&self) -> Option<TransportError> {
         if self.is_closed.load(Ordering::Acquire) {
-            return Some(closed());
+            return Some(TransportError::closed_session());
         }
         sys::has_exited(self.pidfd.as_fd()).then(|| {
             TransportError::quiesced(
@@ -104,10 +104,6 @@ impl BelievedPeer {
             )
         })
     }
-}
-
-fn closed() -> TransportError {
-    TransportError::quiesced(TransportErrorKind::Closed, "the session is closed")
 }
 
 /// How one batch reaches the peer's memory.
@@ -140,13 +136,6 @@ impl Reach {
             Self::Proven(admitted) => admitted.address(pair),
             Self::Believed { addresses, .. } => addresses.get(pair).copied(),
         }
-    }
-}
-
-fn submit(engine: &Weak<EngineInner>, reach: Reach, job: Job, status: Arc<Status>) {
-    match engine.upgrade() {
-        Some(engine) => engine.submit_copy(Arc::new(reach), job, status),
-        None => status.fail(closed()),
     }
 }
 
@@ -271,7 +260,7 @@ impl Transport for Cma {
                 };
                 match reach.failure() {
                     Some(error) => status.fail(error),
-                    None => submit(&self.engine, reach, job, status),
+                    None => copy::submit(&self.engine, reach, job, status),
                 }
             }
         }
@@ -286,7 +275,7 @@ impl Transport for Cma {
 
     fn close(&self) {
         match &self.peer {
-            Peer::Proven(link) => link.end(closed()),
+            Peer::Proven(link) => link.end(TransportError::closed_session()),
             Peer::Believed(peer) => peer.is_closed.store(true, Ordering::Release),
         }
     }

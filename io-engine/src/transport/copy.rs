@@ -3,8 +3,9 @@
 
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
+use crate::engine::EngineInner;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::session::{Direction, Job};
 use crate::status::Status;
@@ -31,10 +32,19 @@ pub(crate) trait CopyWork: Send + Sync {
 /// The queue of an engine's copying workers.
 pub(crate) type CopyQueue = BatchQueue<Arc<dyn CopyWork>>;
 
-/// Hands a batch to the workers, or copies it at once if it is very small.
-pub(crate) fn submit(queue: &CopyQueue, work: Arc<dyn CopyWork>, job: Job, status: Arc<Status>) {
+/// Hands a batch to an engine's workers, or copies it at once if it is very small.
+pub(crate) fn submit(
+    engine: &Weak<EngineInner>,
+    work: impl CopyWork + 'static,
+    job: Job,
+    status: Arc<Status>,
+) {
+    let Some(engine) = engine.upgrade() else {
+        return status.fail(TransportError::closed_session());
+    };
+    let (queue, work) = (engine.copies(), Arc::new(work));
     if !is_very_small(&job) {
-        let piece_bytes = work.piece_bytes(job.totals().0);
+        let piece_bytes = work.piece_bytes(job.bytes);
         return queue.push(job, status, work, piece_bytes);
     }
     let copied = queue.run_here(job, &status, |job, status, piece| {
@@ -46,12 +56,11 @@ pub(crate) fn submit(queue: &CopyQueue, work: Arc<dyn CopyWork>, job: Job, statu
 
 /// Whether a batch is moved where it is submitted.
 pub(crate) fn is_very_small(job: &Job) -> bool {
-    let (bytes, ranges) = job.totals();
-    let (most_bytes, most_ranges) = match job.is_waited_for {
-        true => HERE_IF_WAITED_FOR,
-        false => HERE,
+    let (most_bytes, most_ranges) = match job.waits_until_opt {
+        Some(_) => HERE_IF_WAITED_FOR,
+        None => HERE,
     };
-    bytes <= most_bytes && ranges <= most_ranges
+    job.bytes <= most_bytes && job.ranges <= most_ranges
 }
 
 /// A worker; ends when the queue is closed.

@@ -8,7 +8,7 @@ use crate::error::{TransportError, TransportErrorKind};
 use crate::region::{Region, RegionGuard, RemoteRegion};
 use crate::session::{Job, WritePair};
 use crate::status::Status;
-use crate::transport::copy::{CopyWork, copy_mapped};
+use crate::transport::copy::{self, CopyWork, copy_mapped};
 use crate::transport::{Piece, Transport, TransportKind};
 
 /// A connection to another engine of this process (or to itself).
@@ -30,17 +30,13 @@ impl Local {
     /// The peer's engine, while it and the session live.
     fn live_peer(&self) -> Result<Arc<EngineInner>, TransportError> {
         if self.is_closed.load(Ordering::Acquire) {
-            return Err(closed());
+            return Err(TransportError::closed_session());
         }
         let peer = self.peer.upgrade().filter(|peer| !peer.is_shut_down());
         peer.ok_or_else(|| {
             TransportError::quiesced(TransportErrorKind::PeerDead, "the peer's engine is gone")
         })
     }
-}
-
-fn closed() -> TransportError {
-    TransportError::quiesced(TransportErrorKind::Closed, "the session is closed")
 }
 
 /// The peer's side of one batch: its guards keep the regions registered until the batch ends.
@@ -52,10 +48,13 @@ struct LocalTarget {
 impl CopyWork for LocalTarget {
     fn copy(&self, job: &Job, piece: &Piece) -> Result<(), TransportError> {
         if self.is_closed.load(Ordering::Acquire) {
-            return Err(closed());
+            return Err(TransportError::closed_session());
         }
         copy_mapped(job, piece, |pair, offset, len| {
-            let guard = self.guards.get(pair).ok_or_else(closed)?;
+            let guard = self
+                .guards
+                .get(pair)
+                .ok_or_else(TransportError::closed_session)?;
             guard.region().address(offset, len)
         })
     }
@@ -95,17 +94,13 @@ impl Transport for Local {
     }
 
     fn submit(&self, job: Job, status: Arc<Status>) {
-        let Some(engine) = self.engine.upgrade() else {
-            return status.fail(closed());
-        };
-        let guards = self.live_peer().and_then(|peer| enter_all(&peer, &job));
-        match guards {
+        match self.live_peer().and_then(|peer| enter_all(&peer, &job)) {
             Ok(guards) => {
                 let target = LocalTarget {
                     guards,
                     is_closed: Arc::clone(&self.is_closed),
                 };
-                engine.submit_copy(Arc::new(target), job, status);
+                copy::submit(&self.engine, target, job, status);
             }
             Err(error) => status.fail(error),
         }

@@ -20,7 +20,6 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::time::Instant;
 
 use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
@@ -56,6 +55,11 @@ impl TransportKind {
         }
     }
 
+    /// Whether this process's own code moves the bytes.
+    pub(crate) const fn copies_mapped_memory(self) -> bool {
+        matches!(self, Self::Local | Self::Shm)
+    }
+
     /// Whether peers must be told of regions over a Unix socket.
     pub(crate) const fn is_same_host(self) -> bool {
         matches!(self, Self::Shm | Self::Cma)
@@ -89,10 +93,6 @@ pub(crate) trait Transport: Send + Sync {
     }
     /// Begins to move a job's bytes; its pairs were checked against the descriptors.
     fn submit(&self, job: Job, status: Arc<Status>);
-    /// As `submit`, on a thread that will wait until the deadline and may do the work itself.
-    fn submit_and_wait(&self, job: Job, status: Arc<Status>, _deadline: Instant) {
-        self.submit(job, status);
-    }
     /// Whether the peer is still there, without sending.
     fn is_alive(&self) -> bool;
     /// Ends the connection; batches in flight fail.

@@ -31,9 +31,9 @@ pub(crate) fn call_piece_bytes(batch_bytes: u64) -> u64 {
 pub(crate) struct PieceRange {
     /// Position of its pair in the batch.
     pub pair: usize,
-    /// Offset in the local region.
+    /// Offset in the region that is read.
     pub src: u64,
-    /// Offset in the remote region.
+    /// Offset in the region that is written.
     pub dst: u64,
     /// Bytes.
     pub len: u64,

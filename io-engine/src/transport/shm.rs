@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::engine::EngineInner;
-use crate::error::{TransportError, TransportErrorKind};
+use crate::error::TransportError;
 use crate::session::Job;
 use crate::status::Status;
-use crate::transport::copy::{CopyWork, copy_mapped};
+use crate::transport::copy::{self, CopyWork, copy_mapped};
 use crate::transport::same_host::{Admitted, Link, Way};
 use crate::transport::{Piece, Transport, TransportKind};
 
@@ -30,19 +30,12 @@ impl Shm {
         timeout: Duration,
     ) -> Result<Self, TransportError> {
         let weak = Arc::downgrade(engine);
-        let begin = Box::new(
-            move |admitted, job, status: Arc<Status>| match weak.upgrade() {
-                Some(engine) => engine.submit_copy(Arc::new(Mapped(admitted)), job, status),
-                None => status.fail(closed()),
-            },
-        );
+        let begin = Box::new(move |admitted, job, status| {
+            copy::submit(&weak, Mapped(admitted), job, status);
+        });
         let link = Link::connect(socket_name, Way::Mapping, instance, timeout, begin)?;
         Ok(Self { link })
     }
-}
-
-fn closed() -> TransportError {
-    TransportError::quiesced(TransportErrorKind::Closed, "the session is closed")
 }
 
 /// The peer's side of one batch; keeps its regions mapped and unreleased.
@@ -73,7 +66,7 @@ impl Transport for Shm {
     }
 
     fn close(&self) {
-        self.link.end(closed());
+        self.link.end(TransportError::closed_session());
     }
 }
 

@@ -10,7 +10,7 @@ use io_engine::{
 
 use crate::support::{
     BYTES, DEADLINE, begin, config, contents, eventually, one_run, pair, pair_with, remote_of,
-    shuffled_pages, write,
+    shuffled_pages, shuffled_pages_from, write,
 };
 
 #[test]
@@ -139,14 +139,14 @@ fn what_is_closed_stays_closed_and_writes_nothing() {
             let pair = pair(kind);
             let remote = remote_of(&pair.remote.desc());
             let handles: Vec<_> = (0..50)
-                .map(|_| begin(&pair.session, &pair.local, &remote, shuffled_pages()))
+                .map(|_| begin(&pair.session, &pair.local, &remote, shuffled_pages_from(1)))
                 .collect();
             end(&pair);
             eventually("the session knows", || !pair.session.is_alive());
             for handle in handles {
                 let _ = handle.wait(DEADLINE).expect("a batch ends");
             }
-            let before = contents(&pair.target_memory);
+            // What a closed stream had taken may still arrive, but only where those batches wrote.
             let late = begin(&pair.session, &pair.local, &remote, one_run(7, 0, 4096));
             let error = late.wait(DEADLINE).expect("ends").unwrap_err();
             assert!(
@@ -157,7 +157,8 @@ fn what_is_closed_stays_closed_and_writes_nothing() {
                 "{kind} {what}: {error:?}"
             );
             assert!(error.is_quiesced(), "{kind} {what}: it was never begun");
-            assert!(contents(&pair.target_memory) == before, "{kind} {what}");
+            let first_page = &contents(&pair.target_memory)[..4096];
+            assert!(first_page.iter().all(|byte| *byte == 0xEE), "{kind} {what}");
         }
     }
 }

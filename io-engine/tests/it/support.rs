@@ -175,11 +175,16 @@ pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 
 /// Pages of 4 KiB, each to the place of another.
 pub(crate) fn shuffled_pages() -> RunList {
+    shuffled_pages_from(0)
+}
+
+/// Without those before `first`. Page 0 keeps its place in the target.
+pub(crate) fn shuffled_pages_from(first: u64) -> RunList {
     const PAGE: u64 = 4096;
     let pages = BYTES / PAGE;
     let run = |page: u64| {
         let (src, dst) = (page * PAGE, (page * 37 % pages) * PAGE);
         StridedRun::contiguous(ByteOffset(src), ByteOffset(dst), ByteLen(PAGE))
     };
-    RunList::new((0..pages).map(run).collect()).unwrap()
+    RunList::new((first..pages).map(run).collect()).unwrap()
 }

@@ -130,60 +130,48 @@ impl Lanes {
         Ok(lanes)
     }
 
-    /// Sends a very small batch at once if a lane is idle, and queues every other.
+    /// Sends a very small batch at once if a lane is idle, and queues every other. A caller that
+    /// waits for the end reads the answer itself, so that no other thread has to wake up.
     pub(crate) fn submit(&self, job: Job, status: Arc<Status>) {
-        let idle_opt = if is_very_small(&job) {
-            self.idle_lane()
-        } else {
-            None
-        };
-        if let Some((lane, mut state)) = idle_opt {
-            let sent = self.queue.run_here(job, &status, |job, status, piece| {
-                lane.ask(&mut state, Arc::clone(job), Arc::clone(status), piece)
-            });
-            drop(state);
-            match sent {
-                Ok(()) => lane.wake_if_waiting(),
-                Err(error) => self.fail(&self.broken(&error)),
-            }
-            return;
-        }
-        self.queue.push(job, status, (), PIECE_BYTES);
-        for lane in &self.lanes {
-            lane.wake_if_waiting();
-        }
-    }
-
-    /// As [`Lanes::submit`], for a caller that waits until then: it reads the answer to a very
-    /// small batch itself, so that no other thread has to wake up.
-    pub(crate) fn exchange(&self, job: Job, status: Arc<Status>, deadline: Instant) {
-        let idle_opt = if is_very_small(&job) {
-            self.idle_lane()
-        } else {
-            None
-        };
+        let idle_opt = is_very_small(&job).then(|| self.idle_lane()).flatten();
         let Some((lane, mut state)) = idle_opt else {
-            return self.submit(job, status);
+            self.queue.push(job, status, (), PIECE_BYTES);
+            return self.lanes.iter().for_each(Lane::wake_if_waiting);
         };
-        let mut exchanged = self.queue.run_here(job, &status, |job, status, piece| {
+        let waits_until_opt = job.waits_until_opt;
+        let sent = self.queue.run_here(job, &status, |job, status, piece| {
             lane.ask(&mut state, Arc::clone(job), Arc::clone(status), piece)
         });
-        while exchanged.is_ok() && !state.unanswered.is_empty() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match sys::wait_readable([lane.stream.as_fd()], Some(left.min(self.stall_timeout))) {
-                Ok([true]) => exchanged = self.read_answer(lane, &mut state),
-                // The lane's thread goes on waiting.
-                Ok([false]) => break,
-                Err(error) => exchanged = Err(error),
-            }
-        }
+        let exchanged = match (sent, waits_until_opt) {
+            (Ok(()), Some(deadline)) => self.read_answers(lane, &mut state, deadline),
+            (sent, _) => sent,
+        };
         let is_owed = !state.unanswered.is_empty();
         drop(state);
         match exchanged {
-            Ok(()) if is_owed => lane.wake(),
+            // The lane's thread goes on waiting.
+            Ok(()) if is_owed => lane.wake_if_waiting(),
             Ok(()) => {}
             Err(error) => self.fail(&self.broken(&error)),
         }
+    }
+
+    /// Reads answers until none is owed, or time is up.
+    fn read_answers(
+        &self,
+        lane: &Lane,
+        state: &mut LaneState,
+        deadline: Instant,
+    ) -> io::Result<()> {
+        while !state.unanswered.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let fds = [lane.stream.as_fd()];
+            match sys::wait_readable(fds, Some(left.min(self.stall_timeout)))? {
+                [true] => self.read_answer(lane, state)?,
+                [false] => break,
+            }
+        }
+        Ok(())
     }
 
     /// Whether every stream is open, without sending.

@@ -12,7 +12,7 @@ mod wire;
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::net::sockopt;
 
@@ -116,33 +116,19 @@ fn notice_dead_hosts(stream: &TcpStream) -> io::Result<()> {
     Ok(())
 }
 
-/// A job whose remote regions all have keys; any other fails.
-fn with_keys(job: Job, status: &Status) -> Option<Job> {
-    if job.pairs.iter().all(|pair| pair.remote.key_opt.is_some()) {
-        return Some(job);
-    }
-    status.fail(TransportError::quiesced(
-        TransportErrorKind::BadKey,
-        "tcp needs the key of each remote region, and a descriptor holds none",
-    ));
-    None
-}
-
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
     }
 
     fn submit(&self, job: Job, status: Arc<Status>) {
-        if let Some(job) = with_keys(job, &status) {
-            self.lanes.submit(job, status);
+        if job.pairs.iter().any(|pair| pair.remote.key_opt.is_none()) {
+            return status.fail(TransportError::quiesced(
+                TransportErrorKind::BadKey,
+                "tcp needs the key of each remote region, and a descriptor holds none",
+            ));
         }
-    }
-
-    fn submit_and_wait(&self, job: Job, status: Arc<Status>, deadline: Instant) {
-        if let Some(job) = with_keys(job, &status) {
-            self.lanes.exchange(job, status, deadline);
-        }
+        self.lanes.submit(job, status);
     }
 
     fn is_alive(&self) -> bool {

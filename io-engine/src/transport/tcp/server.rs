@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use crate::engine::EngineInner;
 use crate::region::RegionGuard;
 use crate::session::Direction;
-use crate::stream;
 use crate::sys::{self, IoVec, io_vec};
 use crate::transport::tcp::notice_dead_hosts;
 use crate::transport::tcp::vectored::{receive_all, send_all};
@@ -195,7 +194,7 @@ impl<'a> Receiver<'a> {
             let (now, later) = rest.split_at(step);
             // SAFETY: the range was made from a checked address of a region whose guard `target`
             // holds; no reference to pool memory is ever made, so `now` cannot overlap it.
-            unsafe { stream::copy(now.as_ptr(), vector.iov_base.cast(), step) };
+            unsafe { sys::copy(now.as_ptr(), vector.iov_base.cast(), step) };
             rest = later;
             if rest.is_empty() {
                 break;

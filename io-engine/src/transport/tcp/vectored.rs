@@ -15,7 +15,7 @@ pub(crate) unsafe fn send_all(stream: &TcpStream, vectors: &mut [IoVec]) -> io::
     let mut rest = vectors;
     while !rest.is_empty() {
         let batch = rest
-            .get(..rest.len().min(sys::MAX_CALL_VECTORS))
+            .get(..rest.len().min(sys::MAX_VECTORS))
             .unwrap_or_default();
         // SAFETY: the caller guarantees the ranges; `advance` only takes from their fronts.
         let sent = match unsafe { sys::send_vectored(stream.as_fd(), batch) } {
@@ -40,7 +40,7 @@ pub(crate) unsafe fn receive_all(
     let mut rest = vectors;
     while !rest.is_empty() {
         let batch = rest
-            .get(..rest.len().min(sys::MAX_CALL_VECTORS))
+            .get(..rest.len().min(sys::MAX_VECTORS))
             .unwrap_or_default();
         // SAFETY: the caller guarantees the ranges; `advance` only takes from their fronts.
         let received = match unsafe { sys::receive_vectored(stream.as_fd(), batch) } {
