@@ -272,13 +272,9 @@ fn base_url(host_port: &str) -> Option<Url> {
 /// A pause between half of `pause` and all of it, so that ranks that failed together do not all
 /// come back together.
 fn jittered(pause: Duration) -> Duration {
-    let mut bytes = [0_u8; 2];
     // Without random bytes the whole pause is as good as any.
-    let fraction = match getrandom::fill(&mut bytes) {
-        Ok(()) => f64::from(u16::from_le_bytes(bytes)) / f64::from(u16::MAX),
-        Err(_) => 1.0,
-    };
-    pause.mul_f64(0.5 + fraction / 2.0)
+    let random = getrandom::u32().unwrap_or(u32::MAX);
+    pause.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u32::MAX))
 }
 
 /// Reads at most `max` bytes of a body; what is beyond is not waited for.

@@ -17,6 +17,7 @@ use tokio::net::UnixStream;
 
 use crate::api::{AttachReply, AttachRequest, ParallelSpec, Role, TensorSpec};
 use crate::client::MAX_POOLS;
+use crate::config::ServeConfig;
 use crate::rank::{RankBuffers, RankConfig, RankHandle};
 use crate::service::layout::place_layout;
 use crate::service::{Claim, Service};
@@ -57,7 +58,7 @@ async fn engine(service: Arc<Service>, mut stream: UnixStream) {
     let attached = match receive(&mut stream).await {
         Ok((request, fds)) => {
             tokio::select! {
-                attached = attach(&service, &request, fds) => attached,
+                attached = attach(&service, Arc::new(request), fds) => attached,
                 () = wait_for_end(&stream) => {
                     return tracing::info!("an engine has gone before its rank was up");
                 }
@@ -195,7 +196,7 @@ async fn wait_for_end(stream: &UnixStream) {
 
 async fn attach(
     service: &Arc<Service>,
-    request: &AttachRequest,
+    request: Arc<AttachRequest>,
     fds: Vec<OwnedFd>,
 ) -> Result<Attached, String> {
     if !service.is_open() {
@@ -208,23 +209,16 @@ async fn attach(
             request.pools.len()
         ));
     }
-    let layout =
-        place_layout(&request.layout, &request.pools).map_err(|error| error.to_string())?;
-    let pools = request.pools.iter().zip(fds).enumerate();
-    let pools = pools.map(|(at, (bytes, fd))| {
-        Memory::from_fd(fd, ByteLen(*bytes)).map_err(|error| format!("pool {at}: {error}"))
-    });
-    let pools: Vec<Memory> = pools.collect::<Result<_, _>>()?;
-    let config = &service.config;
     let parallel = parallel_of(&request.parallel);
-    let claim_opt = claim(service, request, &parallel)?;
-    let mut engine_config = EngineConfig::new(engine_key(request, config), config.host.clone());
-    engine_config.transports = config.transports.clone();
-    engine_config.tcp_bind = (config.bind, 0).into();
-    engine_config.cma_trust_descriptors = config.cma_trust_descriptors;
-    engine_config.fault_opt = config.inject_fault.clone();
-    let engine = Engine::start(engine_config).map_err(|error| format!("the io engine: {error}"))?;
-    let (buffers, regions) = register(&engine, request, layout, &pools)?;
+    let claim_opt = claim(service, &request, &parallel)?;
+    let config = &service.config;
+    let taken = {
+        let (service, request) = (Arc::clone(service), Arc::clone(&request));
+        tokio::task::spawn_blocking(move || take_memory(&service.config, &request, fds))
+    };
+    let (engine, buffers, regions) = taken
+        .await
+        .map_err(|error| format!("taking the pools: {error}"))??;
     let rank_config = RankConfig {
         role: request.role,
         parallel,
@@ -258,6 +252,30 @@ async fn attach(
         regions,
         claim_opt,
     })
+}
+
+/// Maps an engine's pools, starts an io engine for it and registers its tensors. Mapping takes the
+/// pools' space, which can be long, so it is no work for the threads that serve connections.
+fn take_memory(
+    config: &ServeConfig,
+    request: &AttachRequest,
+    fds: Vec<OwnedFd>,
+) -> Result<(Engine, RankBuffers, Vec<Region>), String> {
+    let layout =
+        place_layout(&request.layout, &request.pools).map_err(|error| error.to_string())?;
+    let pools = request.pools.iter().zip(fds).enumerate();
+    let pools = pools.map(|(at, (bytes, fd))| {
+        Memory::from_fd(fd, ByteLen(*bytes)).map_err(|error| format!("pool {at}: {error}"))
+    });
+    let pools: Vec<Memory> = pools.collect::<Result<_, _>>()?;
+    let mut engine_config = EngineConfig::new(engine_key(request, config), config.host.clone());
+    engine_config.transports = config.transports.clone();
+    engine_config.tcp_bind = (config.bind, 0).into();
+    engine_config.cma_trust_descriptors = config.cma_trust_descriptors;
+    engine_config.fault_opt = config.inject_fault.clone();
+    let engine = Engine::start(engine_config).map_err(|error| format!("the io engine: {error}"))?;
+    let (buffers, regions) = register(&engine, request, layout, &pools)?;
+    Ok((engine, buffers, regions))
 }
 
 /// A bootstrap server knows one address for each prefill rank: a second engine would take the
@@ -339,11 +357,8 @@ fn parallel_of(spec: &ParallelSpec) -> ParallelConfig {
 }
 
 /// Unique for each attachment, in the shape of SGLang's keys.
-fn engine_key(request: &AttachRequest, config: &crate::config::ServeConfig) -> String {
-    let role = match request.role {
-        Role::Prefill => "prefill",
-        Role::Decode => "decode",
-    };
+fn engine_key(request: &AttachRequest, config: &ServeConfig) -> String {
+    let role = request.role.name();
     let parallel = &request.parallel;
     let suffix = getrandom::u32().unwrap_or_default();
     format!(

@@ -112,6 +112,16 @@ impl PrefillRoom {
         }
     }
 
+    /// Ends the room and counts it.
+    pub fn finish(&mut self, poll: KvPoll, now: Instant, effects: &mut Vec<Effect>) {
+        self.advance(poll, effects);
+        self.touched = now;
+        effects.push(Effect::Count(Counted::RoomFinished {
+            poll,
+            elapsed: now.duration_since(self.opened),
+        }));
+    }
+
     pub fn status_message(&self, rank: i64) -> ControlMessage {
         ControlMessage::Status(Status {
             room: self.room,
@@ -127,6 +137,15 @@ impl PrefillRoom {
             message: self.status_message(rank),
             about_opt: Some((self.room, self.generation)),
         }
+    }
+
+    /// Tells every decode rank that the room feeds.
+    pub fn send_status_to_all(&self, rank: i64) -> impl Iterator<Item = Effect> {
+        let fed = self
+            .targets
+            .iter()
+            .filter(|target| target.link_opt.is_some());
+        fed.map(move |target| self.send_status(&target.info.endpoint, rank))
     }
 
     /// The decode side is complete: one component actor for each endpoint and component.

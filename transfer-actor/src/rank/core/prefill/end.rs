@@ -6,7 +6,7 @@ use common::ids::{Endpoint, Room};
 use common::wire::{Abort, AbortAck, ControlMessage, KvPoll};
 
 use crate::error::ApiError;
-use crate::rank::core::event::{ComponentOutcome, ComponentReport, Counted, Effect};
+use crate::rank::core::event::{ComponentOutcome, ComponentReport, Effect};
 use crate::rank::core::prefill::{PrefillCore, deferred_status, late};
 use crate::rank::core::tombstones::Epitaph;
 
@@ -81,12 +81,7 @@ impl PrefillCore {
                 && succeeded
                 && state.deferred.close(generation, true).is_some()
             {
-                let targets = state
-                    .targets
-                    .iter()
-                    .filter(|target| target.link_opt.is_some());
-                effects
-                    .extend(targets.map(|target| state.send_status(&target.info.endpoint, rank)));
+                effects.extend(state.send_status_to_all(rank));
             }
         }
         effects.push(Effect::Changed { room });
@@ -138,13 +133,7 @@ impl PrefillCore {
             return;
         }
         state.reason_opt.get_or_insert_with(|| reason.to_owned());
-        state.advance(KvPoll::Failed, effects);
-        state.touched = now;
-        let elapsed = now.duration_since(state.opened);
-        effects.push(Effect::Count(Counted::RoomFinished {
-            poll: KvPoll::Failed,
-            elapsed,
-        }));
+        state.finish(KvPoll::Failed, now, effects);
         state.cancel(effects);
         let told = state.targets.iter().map(|target| &target.info.endpoint);
         let mut told: Vec<&Endpoint> = told
@@ -169,20 +158,9 @@ impl PrefillCore {
             return;
         };
         if state.is_last_sent && !state.poll.is_terminal() {
-            state.advance(KvPoll::Success, effects);
-            state.touched = now;
-            let elapsed = now.duration_since(state.opened);
-            effects.push(Effect::Count(Counted::RoomFinished {
-                poll: KvPoll::Success,
-                elapsed,
-            }));
+            state.finish(KvPoll::Success, now, effects);
             if !self.identity.is_deferred {
-                let targets = state
-                    .targets
-                    .iter()
-                    .filter(|target| target.link_opt.is_some());
-                effects
-                    .extend(targets.map(|target| state.send_status(&target.info.endpoint, rank)));
+                effects.extend(state.send_status_to_all(rank));
             }
             state.stop(effects);
         }
