@@ -13,11 +13,11 @@ use crate::stream;
 use crate::transport::queue::{PIECE_BYTES, PieceRange, Taken};
 use crate::transport::{BatchQueue, Piece};
 
-/// A batch of at most so many bytes and ranges is moved by the thread that submits it: a copy takes
-/// some 4 us, less than waking a worker and being woken by it.
-const HERE: (u64, u64) = (16 << 10, 16);
-/// The same for a thread that waits for the end anyway: some 15 us.
-const HERE_IF_WAITED_FOR: (u64, u64) = (128 << 10, 64);
+/// A batch of at most so many bytes and ranges is moved by the thread that submits it: the copy
+/// takes some 15 us, less than waking a worker and being woken by it. One token of a model of 40
+/// layers is such a batch.
+const HERE_BYTES: u64 = 160 << 10;
+const HERE_RANGES: u64 = 80;
 
 /// How one batch reaches the peer's memory; holds what keeps that memory valid.
 pub(crate) trait CopyWork: Send + Sync {
@@ -43,7 +43,7 @@ pub(crate) fn submit(
         return status.fail(TransportError::closed_session());
     };
     let (queue, work) = (engine.copies(), Arc::new(work));
-    if !is_very_small(&job) {
+    if job.bytes > HERE_BYTES || job.ranges > HERE_RANGES {
         let piece_bytes = work.piece_bytes(job.bytes);
         return queue.push(job, status, work, piece_bytes);
     }
@@ -52,15 +52,6 @@ pub(crate) fn submit(
         Ok::<(), Infallible>(())
     });
     let Ok(()) = copied;
-}
-
-/// Whether a batch is moved where it is submitted.
-pub(crate) fn is_very_small(job: &Job) -> bool {
-    let (most_bytes, most_ranges) = match job.waits_until_opt {
-        Some(_) => HERE_IF_WAITED_FOR,
-        None => HERE,
-    };
-    job.bytes <= most_bytes && job.ranges <= most_ranges
 }
 
 /// A worker; ends when the queue is closed.

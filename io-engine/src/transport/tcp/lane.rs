@@ -18,7 +18,6 @@ use crate::region::RegionKey;
 use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::sys::{self, Interest, IoVec, io_vec};
-use crate::transport::copy::is_very_small;
 use crate::transport::queue::{PIECE_BYTES, PieceRange, Taken};
 use crate::transport::tcp::vectored::{receive_all, send_all};
 use crate::transport::tcp::wire::{self, ANSWER_BYTES, AnswerCode, Group, RequestHeader};
@@ -28,6 +27,12 @@ use crate::transport::{BatchQueue, Piece};
 const UNANSWERED_PIECES: usize = 64;
 /// Their bytes, all but the last piece's.
 const UNANSWERED_BYTES: u64 = 1 << 20;
+
+/// A batch of at most so many bytes and ranges is sent by the thread that submits it, if a lane is
+/// idle: it fits a socket's buffer, so sending it does not block.
+const HERE: (u64, u64) = (16 << 10, 16);
+/// The same for a thread that waits for the end anyway.
+const HERE_IF_WAITED_FOR: (u64, u64) = (128 << 10, 64);
 
 /// What the lanes of a session share.
 pub(crate) struct Lanes {
@@ -207,8 +212,7 @@ impl Lanes {
         TransportError::io(format!("tcp to {}", self.peer), error).without_proof()
     }
 
-    /// A lane that owes and is owed nothing. With nothing on its way, what is very small fits the
-    /// socket's buffer, so sending it does not block.
+    /// A lane that owes and is owed nothing.
     fn idle_lane(&self) -> Option<(&Lane, MutexGuard<'_, LaneState>)> {
         let first = self.next_lane.fetch_add(1, Ordering::Relaxed);
         let places = (0..self.lanes.len()).map(|step| (first + step) % self.lanes.len());
@@ -462,4 +466,12 @@ impl Drop for EndOfLane<'_> {
             unanswered.status.piece_done(Err(lost.clone()));
         }
     }
+}
+
+fn is_very_small(job: &Job) -> bool {
+    let (most_bytes, most_ranges) = match job.waits_until_opt {
+        Some(_) => HERE_IF_WAITED_FOR,
+        None => HERE,
+    };
+    job.bytes <= most_bytes && job.ranges <= most_ranges
 }
