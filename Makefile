@@ -12,7 +12,7 @@ BENCH_PYTHON := target/peers/venv-bench/bin/python
 export BENCH_DRIVER := $(abspath $(or $(CARGO_TARGET_DIR),target))/release/bench-driver
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test check bench bench-transfers bench-python bench-replay bench-turnaround
+.PHONY: help demo test check bench bench-transfers bench-python bench-replay bench-turnaround bench-bootstrap
 .PHONY: cargo system-packages python nextest deny clean
 
 help: ## Lists the targets
@@ -58,6 +58,13 @@ bench-turnaround: cargo ## Times a request of one page beside the bare round tri
 	$(CARGO) build --release --locked --package bench-workloads --package bootstrap-server
 	mkdir -p bench/results
 	target/release/bench-workloads turnaround --json bench/results/turnaround.json $(TURNAROUND_ARGS)
+
+bench-bootstrap: cargo ## The bootstrap server beside SGLang's two, in one run (BOOTSTRAP_ARGS="--help" lists options)
+	$(CARGO) build --release --locked --package bootstrap-server
+	bench/bootstrap/install.sh
+	mkdir -p bench/results
+	python3 bench/bootstrap/run.py --server $(or $(CARGO_TARGET_DIR),target)/release/bootstrap-server \
+	  --compared target/bench-bootstrap --write-to bench/results $(BOOTSTRAP_ARGS)
 
 clean: ## Removes what was built
 	$(CARGO) clean
