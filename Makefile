@@ -7,13 +7,17 @@ SHELL := /bin/bash
 
 CARGO ?= cargo
 VENV := target/venv
+# SGLang's releases, unpacked: its own classes are the other side of the conformance tests.
+export FERRY_SGLANG := $(abspath target)/sglang
+SGLANG_RELEASE := 0.5.23
+export SGLCONF_SGLANG := $(FERRY_SGLANG)/$(SGLANG_RELEASE)/sglang
 export FERRY_PYTHON := $(abspath $(VENV))/bin/python
 BENCH_PYTHON := target/peers/venv-bench/bin/python
 export BENCH_DRIVER := $(abspath $(or $(CARGO_TARGET_DIR),target))/release/bench-driver
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test check bench bench-transfers bench-python bench-replay bench-turnaround bench-bootstrap
-.PHONY: cargo system-packages python nextest deny clean
+.PHONY: help demo test test-sglang check check-python bench bench-transfers bench-python bench-replay
+.PHONY: bench-turnaround bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -22,20 +26,28 @@ demo: cargo ## Moves 256 requests' hybrid state between real processes and verif
 	$(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --package demo
 	target/release/ferry-demo $(DEMO_ARGS)
 
-test: cargo system-packages python nextest ## Runs every test
+test: cargo system-packages sglang nextest ## Runs every test
 	rm -f $(FERRY_SKIP_LOG)
 	$(CARGO) build --workspace --locked --bins
+	$(FERRY_PYTHON) tests/conformance/selfcheck.py
 	$(CARGO) nextest run --workspace --locked --no-fail-fast
 	@if [[ -s $(FERRY_SKIP_LOG) ]]; then \
 	  echo "skipped for what this machine lacks: $$(wc -l < $(FERRY_SKIP_LOG))"; cat $(FERRY_SKIP_LOG); \
 	  if [[ "$${CI:-}" == true ]]; then echo "no test may be skipped in CI"; exit 1; fi; \
 	else echo "skipped for what this machine lacks: 0"; fi
 
-check: cargo deny ## Format, lints, documentation, licences and bans; nothing may warn
+test-sglang: sglang ## SGLang's own classes finish a request, over the mori package in SGLCONF_MORI if that is set
+	$(FERRY_PYTHON) tests/conformance/selfcheck.py
+
+check: cargo deny check-python ## Format, lints, documentation, licences and bans; nothing may warn
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(CARGO) deny --locked check bans licenses sources
+
+check-python: python
+	$(VENV)/bin/ruff format --check tests/conformance
+	$(VENV)/bin/ruff check tests/conformance
 
 bench: cargo ## Criterion, then bench-transfers
 	$(CARGO) bench --workspace --locked
@@ -91,6 +103,10 @@ $(VENV)/ready: tests/conformance/requirements.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/conformance/requirements.txt
 	touch $@
+
+# By name from the package index; the modules run as they are.
+sglang: python
+	@tests/conformance/fetch.sh $(FERRY_SGLANG) $(SGLANG_RELEASE)
 
 nextest:
 	@$(CARGO) nextest --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-nextest
