@@ -16,7 +16,7 @@ BENCH_PYTHON := target/peers/venv-bench/bin/python
 export BENCH_DRIVER := $(abspath $(or $(CARGO_TARGET_DIR),target))/release/bench-driver
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test test-sglang check check-python bench bench-transfers bench-python bench-replay
+.PHONY: help demo test test-asan test-fuzz test-sglang check check-python bench bench-transfers bench-python bench-replay
 .PHONY: bench-turnaround bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
@@ -48,6 +48,29 @@ check: cargo deny check-python ## Format, lints, documentation, licences and ban
 check-python: python
 	$(VENV)/bin/ruff format --check tests/conformance
 	$(VENV)/bin/ruff check tests/conformance
+
+# Sanitizers are unstable features of the compiler, which this opens on the pinned stable one.
+NIGHTLY_FEATURES := RUSTC_BOOTSTRAP=1
+HOST_TARGET = $(shell rustc -vV | sed -n 's/^host: //p')
+
+test-asan: cargo system-packages nextest ## The io engine's tests under AddressSanitizer
+	$(NIGHTLY_FEATURES) RUSTFLAGS="-Zsanitizer=address" $(CARGO) nextest run --package io-engine --locked \
+	  --target $(HOST_TARGET) --target-dir $(abspath $(or $(CARGO_TARGET_DIR),target))/asan
+
+FUZZ_TARGETS = $(notdir $(basename $(wildcard fuzz/fuzz_targets/*.rs)))
+FUZZ_S ?= 60
+FUZZ_CORPUS := target/fuzz-corpus
+FUZZ_BUILD = $(abspath $(or $(CARGO_TARGET_DIR),target))/fuzz
+
+test-fuzz: cargo system-packages ## Every decoder of foreign bytes, fuzzed for FUZZ_S=60 seconds each
+	@$(CARGO) fuzz --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-fuzz
+	python3 fuzz/seeds.py $(FUZZ_CORPUS)
+	$(NIGHTLY_FEATURES) $(CARGO) fuzz build --target-dir $(FUZZ_BUILD)
+	@for target in $(FUZZ_TARGETS); do \
+	  echo "fuzzing $$target for $(FUZZ_S) s"; \
+	  $(NIGHTLY_FEATURES) $(CARGO) fuzz run --target-dir $(FUZZ_BUILD) $$target $(FUZZ_CORPUS)/$$target -- \
+	    -max_total_time=$(FUZZ_S) -max_len=65536 -rss_limit_mb=2048 -timeout=10 -print_final_stats=1 -verbosity=0; \
+	done
 
 bench: cargo ## Criterion, then bench-transfers
 	$(CARGO) bench --workspace --locked

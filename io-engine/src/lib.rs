@@ -49,3 +49,10 @@ pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
 pub use session::{Direction, Session, WriteBatch, WritePair};
 pub use status::{TransferHandle, TransferResult, Transferred};
 pub use transport::TransportKind;
+
+/// The way in for fuzz targets.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    pub use crate::transport::same_host::read_any_message as same_host_message;
+    pub use crate::transport::tcp::read_any_framing as tcp_framing;
+}

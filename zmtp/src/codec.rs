@@ -321,37 +321,38 @@ impl MessageBuilder {
     }
 }
 
+/// Takes a stream apart as the sockets do, from a buffer.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn decode(mut bytes: &[u8], limits: &Limits) -> Result<Vec<Vec<Vec<u8>>>, CodecError> {
+    let mut builder = MessageBuilder::default();
+    let mut messages = Vec::new();
+    while let Some(flags) = bytes.first() {
+        let Some((header, rest)) = bytes.split_at_checked(header_bytes(*flags)?) else {
+            break;
+        };
+        let header = parse_header(header)?;
+        if header.is_command {
+            let Some((body, rest)) = rest.split_at_checked(header.size as usize) else {
+                break;
+            };
+            parse_command(body)?;
+            bytes = rest;
+            continue;
+        }
+        let size = builder.admit(&header, limits)?;
+        let Some((body, rest)) = rest.split_at_checked(size) else {
+            break;
+        };
+        messages.extend(builder.push(body.to_vec(), header.has_more));
+        bytes = rest;
+    }
+    Ok(messages)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    /// Takes a stream apart as the sockets do, from a buffer.
-    fn decode(mut bytes: &[u8], limits: &Limits) -> Result<Vec<Vec<Vec<u8>>>, CodecError> {
-        let mut builder = MessageBuilder::default();
-        let mut messages = Vec::new();
-        while let Some(flags) = bytes.first() {
-            let Some((header, rest)) = bytes.split_at_checked(header_bytes(*flags)?) else {
-                break;
-            };
-            let header = parse_header(header)?;
-            if header.is_command {
-                let Some((body, rest)) = rest.split_at_checked(header.size as usize) else {
-                    break;
-                };
-                parse_command(body)?;
-                bytes = rest;
-                continue;
-            }
-            let size = builder.admit(&header, limits)?;
-            let Some((body, rest)) = rest.split_at_checked(size) else {
-                break;
-            };
-            messages.extend(builder.push(body.to_vec(), header.has_more));
-            bytes = rest;
-        }
-        Ok(messages)
-    }
 
     #[test]
     fn the_greeting_is_libzmqs() {

@@ -22,3 +22,26 @@ mod push;
 pub use codec::{CodecError, Limits};
 pub use pull::{PullSocket, PullStats, Received};
 pub use push::{PushOptions, PushPeer, SendError};
+
+/// The way in for fuzz targets.
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    use crate::codec;
+
+    /// Reads what a peer may send from its greeting on.
+    pub fn stream(bytes: &[u8]) {
+        let (greeting, frames) = match bytes.split_first_chunk() {
+            Some((greeting, frames)) => (codec::check_greeting(greeting), frames),
+            None => (Ok(()), bytes),
+        };
+        let limits = crate::Limits::default();
+        if let (Ok(()), Ok(messages)) = (greeting, codec::decode(frames, &limits)) {
+            for message in messages {
+                let sent = codec::encode_message(&message);
+                assert_eq!(codec::decode(&sent, &limits), Ok(vec![message]));
+            }
+        }
+        let _ = codec::decode(bytes, &limits);
+        let _ = codec::parse_command(bytes);
+    }
+}

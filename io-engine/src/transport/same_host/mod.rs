@@ -194,3 +194,10 @@ fn receive_body<T: for<'de> Deserialize<'de>>(
 fn is_meant(magic: &str, told: &[u8], instance: &[u8; 16]) -> bool {
     magic == TAG_MAGIC && told == instance
 }
+
+/// Reads bytes as either side's message.
+#[cfg(fuzzing)]
+pub fn read_any_message(bytes: &[u8]) {
+    let _ = rmp_serde::from_slice::<ToOwner>(bytes);
+    let _ = rmp_serde::from_slice::<ToWriter>(bytes);
+}

@@ -9,6 +9,9 @@ pub(crate) mod server;
 mod vectored;
 mod wire;
 
+#[cfg(fuzzing)]
+pub use wire::read_any as read_any_framing;
+
 use std::io::{self, Read};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;

@@ -235,6 +235,44 @@ pub(crate) fn parse_answer(bytes: &[u8; ANSWER_BYTES]) -> io::Result<(u64, Answe
     Ok((piece, AnswerCode::from_number(code), usize::from(length)))
 }
 
+/// Reads bytes as everything that either side can be sent.
+#[cfg(fuzzing)]
+pub fn read_any(bytes: &[u8]) {
+    if let Some(bytes) = bytes.first_chunk() {
+        let _ = check_hello(bytes, &[0; 16]);
+    }
+    if let Some(bytes) = bytes.first_chunk() {
+        let _ = check_welcome(bytes);
+    }
+    if let Some(Ok((_, _, length))) = bytes.first_chunk().map(parse_answer) {
+        assert!(length <= usize::from(u16::MAX));
+    }
+    let Some((Ok(header), mut rest)) = bytes
+        .split_first_chunk()
+        .map(|(header, rest)| (RequestHeader::parse(header), rest))
+    else {
+        return;
+    };
+    let mut again = Vec::new();
+    header.put(&mut again);
+    assert_eq!(
+        again,
+        bytes[..REQUEST_BYTES],
+        "what is read is what was sent"
+    );
+    for _ in 0..header.groups {
+        let Some((group, behind)) = rest.split_first_chunk() else {
+            return;
+        };
+        let _ = Group::parse(group);
+        rest = behind;
+    }
+    while let Some((range, behind)) = rest.split_first_chunk() {
+        let _ = parse_range(range);
+        rest = behind;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
