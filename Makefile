@@ -16,8 +16,8 @@ BENCH_PYTHON := target/peers/venv-bench/bin/python
 export BENCH_DRIVER := $(abspath $(or $(CARGO_TARGET_DIR),target))/release/bench-driver
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test test-asan test-fuzz test-sglang check check-python bench bench-transfers bench-python bench-replay
-.PHONY: bench-turnaround bench-bootstrap cargo system-packages python sglang nextest deny clean
+.PHONY: help demo test test-asan test-fuzz test-rdma test-sglang check check-python bench bench-transfers bench-python
+.PHONY: bench-replay bench-turnaround bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -35,6 +35,10 @@ test: cargo system-packages sglang nextest ## Runs every test
 	  echo "skipped for what this machine lacks: $$(wc -l < $(FERRY_SKIP_LOG))"; cat $(FERRY_SKIP_LOG); \
 	  if [[ "$${CI:-}" == true ]]; then echo "no test may be skipped in CI"; exit 1; fi; \
 	else echo "skipped for what this machine lacks: 0"; fi
+
+test-rdma: ## Boots a virtual machine with soft-RoCE devices and tests the rdma transport in it
+	tests/rdma-vm/setup.sh
+	tests/rdma-vm/run.sh -n veth ibv_devices
 
 test-sglang: sglang ## SGLang's own classes finish a request, over the mori package in SGLCONF_MORI if that is set
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py

@@ -303,7 +303,7 @@ impl<'de> Deserialize<'de> for StrOrBin {
     }
 }
 
-fn text<'de, A: SeqAccess<'de>>(elements: &mut A) -> Result<Option<String>, A::Error> {
+pub(super) fn text<'de, A: SeqAccess<'de>>(elements: &mut A) -> Result<Option<String>, A::Error> {
     let element = elements.next_element::<StrOrBin>()?;
     element
         .map(|StrOrBin(bytes)| String::from_utf8(bytes).map_err(|_| A::Error::custom("not utf-8")))
@@ -325,7 +325,7 @@ fn handle<'de, A: SeqAccess<'de>>(elements: &mut A) -> Result<Option<Vec<u8>>, A
         .transpose()
 }
 
-fn rest<'de, A: SeqAccess<'de>>(elements: &mut A) -> Result<Vec<rmpv::Value>, A::Error> {
+pub(super) fn rest<'de, A: SeqAccess<'de>>(elements: &mut A) -> Result<Vec<rmpv::Value>, A::Error> {
     let mut extra = Vec::new();
     while let Some(element) = elements.next_element()? {
         extra.push(element);

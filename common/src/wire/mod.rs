@@ -9,6 +9,7 @@ pub mod error;
 pub mod frame;
 pub mod int_lists;
 pub mod message;
+pub mod rdma_control;
 pub mod register;
 pub mod release;
 pub mod route;
