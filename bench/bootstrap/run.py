@@ -170,7 +170,8 @@ def commands(options, folder):
     return {
         PYTHON: [python, str(HERE / "serve_python.py"), wheel, "{port}"],
         RUST: [python, str(HERE / "serve_rust_registry.py"), wheel, "{port}"],
-        OURS: [options.server, "--listen", "127.0.0.1:{port}", "--data-dir", f"{folder}/data"]
+        OURS: [options.server, "--listen", "127.0.0.1:{port}", "--admin-listen", "127.0.0.1:0"]
+        + ["--data-dir", f"{folder}/data"]
         + options.server_args.split(),
     }
 

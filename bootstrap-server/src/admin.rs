@@ -10,19 +10,18 @@ use common::wire::{ControlMessage, Register, decode_message};
 use serde_json::{Value, json};
 
 use crate::error::ApiError;
+use crate::fleet::{ByPort, Fleet};
 use crate::probe::{Place, may_probe};
 use crate::registry::{Command, EngineRegistration, Namespace, Rank, RankId, Refused};
-use crate::routes::Server;
+
 use crate::writer::{WriteError, now};
 
 /// Missing ranks that are listed; more are only counted.
 const MAX_LISTED: usize = 1024;
 
-pub(crate) fn configure(config: &mut web::ServiceConfig) {
+/// What ranks write, and read back, on their engine's port.
+pub(crate) fn configure_engine(config: &mut web::ServiceConfig) {
     config
-        .route("/v1/engines", web::get().to(engines))
-        .route("/v1/engines/{namespace}", web::get().to(engine))
-        .route("/v1/engines/{namespace}", web::delete().to(delete_engine))
         .route("/v1/registrations", web::get().to(registrations))
         .route("/v1/registrations/{key:.+}", web::get().to(registration))
         .route(
@@ -35,8 +34,16 @@ pub(crate) fn configure(config: &mut web::ServiceConfig) {
         );
 }
 
-async fn engines(server: Data<Server>) -> HttpResponse {
-    let state = server.registrations.state();
+/// What operators read and write, of every engine.
+pub(crate) fn configure_admin(config: &mut web::ServiceConfig) {
+    config
+        .route("/v1/engines", web::get().to(engines))
+        .route("/v1/engines/{namespace}", web::get().to(engine))
+        .route("/v1/engines/{namespace}", web::delete().to(delete_engine));
+}
+
+async fn engines(fleet: Data<Fleet>) -> HttpResponse {
+    let state = fleet.registrations.state();
     let engines = state.namespaces.iter().map(|(name, space)| {
         json!({
             "namespace": name,
@@ -50,21 +57,21 @@ async fn engines(server: Data<Server>) -> HttpResponse {
     HttpResponse::Ok().json(json!({ "engines": engines.collect::<Vec<_>>() }))
 }
 
-async fn engine(server: Data<Server>, path: Path<String>) -> Result<HttpResponse, ApiError> {
-    let state = server.registrations.state();
+async fn engine(fleet: Data<Fleet>, path: Path<String>) -> Result<HttpResponse, ApiError> {
+    let state = fleet.registrations.state();
     let space = state
         .namespaces
         .get(path.as_str())
         .ok_or_else(|| unknown_engine(&path))?;
-    Ok(HttpResponse::Ok().json(describe(&server, &path, space)))
+    Ok(HttpResponse::Ok().json(describe(&fleet, &path, space)))
 }
 
 /// Everything that is known of one engine.
-pub(crate) fn describe(server: &Server, namespace: &str, space: &Namespace) -> Value {
-    let misses = server.config.probe_misses;
+pub(crate) fn describe(fleet: &Fleet, namespace: &str, space: &Namespace) -> Value {
+    let misses = fleet.config.probe_misses;
     let ranks = space.ranks.iter().map(|(id, rank)| {
         let place = Place::rank(namespace, *id);
-        let reachable_opt = server.probes.is_reachable(&place, &rank.instance(), misses);
+        let reachable_opt = fleet.probes.is_reachable(&place, &rank.instance(), misses);
         describe_rank(*id, rank, reachable_opt)
     });
     let missing = space
@@ -85,7 +92,7 @@ pub(crate) fn describe(server: &Server, namespace: &str, space: &Namespace) -> V
         "ranks_missing": missing.collect::<Vec<_>>(),
         "ranks_missing_count": space.expected().saturating_sub(space.ranks.len()),
         "registrations": space.registrations.iter()
-            .map(|(key, registration)| describe_registration(server, namespace, key, registration))
+            .map(|(key, registration)| describe_registration(fleet, namespace, key, registration))
             .collect::<Vec<_>>(),
     })
 }
@@ -105,7 +112,7 @@ fn describe_rank(id: RankId, rank: &Rank, reachable_opt: Option<bool>) -> Value 
 }
 
 fn describe_registration(
-    server: &Server,
+    fleet: &Fleet,
     namespace: &str,
     key: &str,
     registration: &EngineRegistration,
@@ -118,8 +125,8 @@ fn describe_registration(
         "role": body.role,
         "rank": body.rank,
         "instance": body.instance,
-        "reachable": server.probes.is_reachable(
-            &Place::registration(namespace, key), &body.instance, server.config.probe_misses),
+        "reachable": fleet.probes.is_reachable(
+            &Place::registration(namespace, key), &body.instance, fleet.config.probe_misses),
         "registered_at": registration.registered_at,
         "age_seconds": now().saturating_sub(registration.registered_at),
         "sglang_release": register.as_ref().map(|register| register.release.name()),
@@ -172,33 +179,33 @@ fn decode_register(body: &RegistrationBody) -> Result<Register, String> {
     }
 }
 
-async fn registrations(server: Data<Server>) -> HttpResponse {
-    let state = server.registrations.state();
-    let listed = state.namespaces.get(&server.namespace).map(|space| {
+async fn registrations(port: ByPort) -> HttpResponse {
+    let state = port.fleet.registrations.state();
+    let listed = state.namespaces.get(&port.namespace).map(|space| {
         let all = space.registrations.iter();
         all.map(|(key, registration)| {
-            describe_registration(&server, &server.namespace, key, registration)
+            describe_registration(&port.fleet, &port.namespace, key, registration)
         })
         .collect::<Vec<_>>()
     });
     HttpResponse::Ok().json(json!({ "registrations": listed.unwrap_or_default() }))
 }
 
-async fn registration(server: Data<Server>, path: Path<String>) -> Result<HttpResponse, ApiError> {
-    let state = server.registrations.state();
+async fn registration(port: ByPort, path: Path<String>) -> Result<HttpResponse, ApiError> {
+    let state = port.fleet.registrations.state();
     let known = state
         .namespaces
-        .get(&server.namespace)
+        .get(&port.namespace)
         .and_then(|space| space.registrations.get(path.as_str()));
     let registration = known.ok_or_else(|| unknown_registration(&path))?;
     // The frames themselves hold the keys of the engine's regions, so they are not shown.
-    let described = describe_registration(&server, &server.namespace, &path, registration);
+    let described = describe_registration(&port.fleet, &port.namespace, &path, registration);
     Ok(HttpResponse::Ok().json(described))
 }
 
 async fn put_registration(
     request: HttpRequest,
-    server: Data<Server>,
+    port: ByPort,
     path: Path<String>,
     body: Bytes,
 ) -> Result<HttpResponse, ApiError> {
@@ -228,7 +235,7 @@ async fn put_registration(
         registered_at: now(),
     };
     let command = Command::PutRegistration(key.clone(), Arc::new(registration));
-    let applied = change(&server, &server.namespace, command, || {
+    let applied = change(&port.fleet, &port.namespace, command, || {
         unknown_registration(&key)
     })
     .await?;
@@ -238,12 +245,12 @@ async fn put_registration(
 
 async fn delete_registration(
     request: HttpRequest,
-    server: Data<Server>,
+    port: ByPort,
     path: Path<String>,
 ) -> Result<HttpResponse, ApiError> {
     let key = path.into_inner();
     let command = Command::DeleteRegistration(key.clone());
-    change(&server, &server.namespace, command, || {
+    change(&port.fleet, &port.namespace, command, || {
         unknown_registration(&key)
     })
     .await?;
@@ -253,11 +260,11 @@ async fn delete_registration(
 
 async fn delete_engine(
     request: HttpRequest,
-    server: Data<Server>,
+    fleet: Data<Fleet>,
     path: Path<String>,
 ) -> Result<HttpResponse, ApiError> {
     let namespace = path.into_inner();
-    if !server
+    if !fleet
         .registrations
         .state()
         .namespaces
@@ -265,7 +272,7 @@ async fn delete_engine(
     {
         return Err(unknown_engine(&namespace));
     }
-    change(&server, &namespace, Command::DeleteEngine, || {
+    change(&fleet, &namespace, Command::DeleteEngine, || {
         unknown_engine(&namespace)
     })
     .await?;
@@ -274,12 +281,12 @@ async fn delete_engine(
 }
 
 async fn change(
-    server: &Server,
+    fleet: &Fleet,
     namespace: &str,
     command: Command,
     unknown: impl FnOnce() -> ApiError,
 ) -> Result<&'static str, ApiError> {
-    match server.registrations.change(namespace, command).await {
+    match fleet.registrations.change(namespace, command).await {
         Ok(applied) => Ok(applied.what),
         Err(WriteError::Refused(Refused::Unknown)) => Err(unknown()),
         Err(WriteError::Refused(Refused::Inconsistent(reason))) => {

@@ -1,5 +1,8 @@
 //! What a client is told, and what ends the process.
 
+use std::io;
+use std::net::SocketAddr;
+
 use actix_web::http::StatusCode;
 use actix_web::{HttpResponse, ResponseError};
 use serde_json::json;
@@ -36,6 +39,31 @@ impl ResponseError for ApiError {
         let body = json!({ "code": self.code, "message": self.message });
         HttpResponse::build(self.status_code()).json(body)
     }
+}
+
+/// Why the server cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// Options that contradict each other.
+    #[error("{0}")]
+    Config(String),
+    /// A port is taken, or the address is not this host's.
+    #[error("{address} cannot be listened on: {source}")]
+    Bind {
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The registrations cannot be loaded.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// Two metrics have one name.
+    #[error("registering metrics: {0}")]
+    Metrics(String),
+    /// A bound port cannot be served.
+    #[error("the http server ended: {0}")]
+    Serve(io::Error),
 }
 
 /// Why the store cannot be used or a change could not be made durable.

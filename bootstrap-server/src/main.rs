@@ -4,31 +4,16 @@
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use actix_web::middleware::from_fn;
-use actix_web::web::Data;
-use actix_web::{App, HttpServer};
 use anyhow::{Context, Result};
 use bootstrap_server::config::{Config, LogFormat};
-use bootstrap_server::metrics::Metrics;
-use bootstrap_server::routes::{self, Server};
-use bootstrap_server::store::{MemoryStore, SledStore, Store};
-use bootstrap_server::writer::Registrations;
+use bootstrap_server::server::Server;
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
-/// One port, one namespace.
-const NAMESPACE: &str = "default";
-/// Handlers never block.
-const WORKERS: usize = 2;
-/// Time for a client to send its request's head.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Bytes that are no HTTP are a client's mistake; actix-http would log each as an error.
 const DEFAULT_LOG_FILTER: &str = "info,actix_http::h1::dispatcher=off";
-const SHUTDOWN_SECONDS: u64 = 1;
-const MAX_CONNECTIONS: usize = 10_000;
 
 fn main() -> ExitCode {
     let config = Config::parse();
@@ -51,58 +36,25 @@ fn main() -> ExitCode {
 }
 
 async fn run(config: Config) -> Result<()> {
-    let listener = std::net::TcpListener::bind(config.listen)
-        .with_context(|| format!("binding {}", config.listen))?;
-    let address = listener.local_addr()?;
-    let store: Box<dyn Store> = if config.ephemeral {
-        Box::new(MemoryStore::default())
-    } else {
-        Box::new(SledStore::open(&config.data_dir)?)
-    };
-    let metrics = Metrics::new().context("registering metrics")?;
-    let registrations = Registrations::start(store, metrics.clone())?;
-    let interval = config.probe_interval;
-    let server = Data::new(Server::new(config, NAMESPACE, registrations, metrics));
-    let data = server.clone();
-    let http = HttpServer::new(move || {
-        App::new()
-            .app_data(data.clone())
-            .wrap(from_fn(routes::around))
-            .configure(routes::configure)
-    })
-    .workers(WORKERS)
-    .client_request_timeout(REQUEST_TIMEOUT)
-    .shutdown_timeout(SHUTDOWN_SECONDS)
-    .max_connections(MAX_CONNECTIONS)
-    .disable_signals()
-    .listen(listener)
-    .with_context(|| format!("serving {address}"))?
-    .run();
-    if interval > 0 {
-        let probing = server.clone();
-        actix_web::rt::spawn(async move {
-            loop {
-                tokio::time::sleep(Duration::from_secs(interval)).await;
-                probing.probes.round(&probing.registrations).await;
-            }
-        });
-    }
+    let server = Server::bind(config)?;
     let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;
-    let handle = http.handle();
-    tracing::info!(%address, "ready");
-    // For whoever started this process; nobody may be reading.
-    let _ = writeln!(std::io::stdout(), "ready {address}");
-    tokio::pin!(http);
-    tokio::select! {
-        ended = &mut http => return ended.context("the http server ended"),
-        _ = terminate.recv() => tracing::info!("SIGTERM"),
-        _ = interrupt.recv() => tracing::info!("SIGINT"),
+    let mut ready = String::from("ready");
+    for (namespace, address) in server.engines() {
+        tracing::info!(namespace, %address, "serving an engine");
+        ready.push_str(&format!(" {namespace}={address}"));
     }
-    // Requests that have begun are answered; what was acknowledged is durable already. The
-    // server acts on its handle only while it is polled.
-    let ((), ended) = tokio::join!(handle.stop(true), http);
-    ended.context("the http server ended")?;
+    let admin = server.admin();
+    tracing::info!(%admin, "ready");
+    // For whoever started this process; nobody may be reading.
+    let _ = writeln!(std::io::stdout(), "{ready} admin={admin}");
+    let stop = async {
+        tokio::select! {
+            _ = terminate.recv() => tracing::info!("SIGTERM"),
+            _ = interrupt.recv() => tracing::info!("SIGINT"),
+        }
+    };
+    server.run(stop).await?;
     tracing::info!("ended");
     Ok(())
 }

@@ -5,28 +5,27 @@ use actix_web::web::Data;
 use serde_json::Value;
 
 use crate::admin::describe;
-use crate::routes::Server;
+use crate::fleet::Fleet;
 
 const STYLE: &str = "body{font:15px system-ui;margin:2em;max-width:70em}table{border-collapse:collapse;\
                      margin:.5em 0 1.5em}td,th{border:1px solid #ccc;padding:.3em .7em;text-align:left}\
                      .bad{color:#b00}.good{color:#070}";
 
 /// `GET /`.
-pub(crate) async fn page(server: Data<Server>) -> HttpResponse {
-    let state = server.registrations.state();
+pub(crate) async fn page(fleet: Data<Fleet>) -> HttpResponse {
+    let state = fleet.registrations.state();
     let mut html = format!(
         "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>Ferry bootstrap \
          server</title><style>{STYLE}</style><h1>Ferry bootstrap server</h1>"
     );
-    match server.unhealthy() {
-        None => html.push_str("<p class=good>healthy</p>"),
-        Some(reason) => html.push_str(&format!("<p class=bad>{}</p>", escaped(&reason))),
-    }
     if state.namespaces.is_empty() {
         html.push_str("<p>No engine has registered yet. Ranks register with PUT /route.</p>");
     }
     for (name, space) in &state.namespaces {
-        let engine = describe(&server, name, space);
+        let engine = describe(&fleet, name, space);
+        if let Some(reason) = fleet.unhealthy(name) {
+            html.push_str(&format!("<p class=bad>{}</p>", escaped(&reason)));
+        }
         let class = if space.is_complete() { "good" } else { "bad" };
         html.push_str(&format!(
             "<h2>{}</h2><p class={class}>{} of {} ranks, generation {}, SGLang {}</p>",

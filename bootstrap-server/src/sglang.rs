@@ -3,14 +3,14 @@
 use std::time::Instant;
 
 use actix_web::http::{Method, StatusCode, header};
-use actix_web::web::{Bytes, Data};
+use actix_web::web::Bytes;
 use actix_web::{HttpRequest, HttpResponse};
 use serde_json::Value;
 
 use crate::fields;
+use crate::fleet::ByPort;
 use crate::probe::may_probe;
 use crate::registry::{Command, RankId, Refused, Registration, ReplyRelease, Shape};
-use crate::routes::Server;
 use crate::writer::{WriteError, now};
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -37,17 +37,17 @@ pub(crate) fn not_allowed(allowed: &'static str) -> HttpResponse {
 }
 
 /// `/route`, every method.
-pub(crate) async fn route(request: HttpRequest, server: Data<Server>, body: Bytes) -> HttpResponse {
+pub(crate) async fn route(request: HttpRequest, port: ByPort, body: Bytes) -> HttpResponse {
     match *request.method() {
-        Method::PUT => put_route(&request, &server, &body).await,
-        Method::GET => get_route(&request, &server),
+        Method::PUT => put_route(&request, &port, &body).await,
+        Method::GET => get_route(&request, &port),
         _ => HttpResponse::MethodNotAllowed()
             .content_type(JSON)
             .body("Method not allowed"),
     }
 }
 
-async fn put_route(request: &HttpRequest, server: &Server, body: &[u8]) -> HttpResponse {
+async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpResponse {
     let peer_opt = request.peer_addr().map(|peer| peer.ip());
     let parsed = fields::object(body).and_then(|map| {
         let dialled = map
@@ -65,9 +65,10 @@ async fn put_route(request: &HttpRequest, server: &Server, body: &[u8]) -> HttpR
     };
     let (id, instance) = (registration.id, registration.rank.instance());
     let command = Command::PutRank(Box::new(registration));
-    let written = server
+    let written = port
+        .fleet
         .registrations
-        .change(&server.namespace, command)
+        .change(&port.namespace, command)
         .await;
     match written {
         Ok(applied) => {
@@ -108,7 +109,7 @@ fn rank_number(name: &str, value: &str) -> Result<i64, String> {
     number.ok_or_else(|| format!("{name} is {value:?}, expected an integer"))
 }
 
-fn get_route(request: &HttpRequest, server: &Server) -> HttpResponse {
+fn get_route(request: &HttpRequest, port: &ByPort) -> HttpResponse {
     let names = [
         "prefill_dp_rank",
         "prefill_cp_rank",
@@ -126,8 +127,8 @@ fn get_route(request: &HttpRequest, server: &Server) -> HttpResponse {
             Err(reason) => return bad_request(reason),
         }
     }
-    let state = server.registrations.state();
-    let space = state.namespaces.get(&server.namespace);
+    let state = port.fleet.registrations.state();
+    let space = state.namespaces.get(&port.namespace);
     let complete = space.filter(|space| space.is_complete());
     let generation = complete.and_then(|space| Some((space, space.generation_opt.as_ref()?)));
     let Some((space, generation)) = generation else {
@@ -274,7 +275,7 @@ fn python_string(text: &str) -> String {
 /// `POST /register_dp_rank`.
 pub(crate) async fn register_dp_rank(
     request: HttpRequest,
-    server: Data<Server>,
+    port: ByPort,
     body: Bytes,
 ) -> HttpResponse {
     if *request.method() != Method::POST {
@@ -290,7 +291,7 @@ pub(crate) async fn register_dp_rank(
     match parsed {
         Ok((room, dp_rank)) => {
             // The bound above makes it fit.
-            server.rooms().put(
+            port.rooms().put(
                 room,
                 u32::try_from(dp_rank).unwrap_or(u32::MAX),
                 Instant::now(),
@@ -305,7 +306,7 @@ pub(crate) async fn register_dp_rank(
 /// `POST /query_dp_ranks`.
 pub(crate) async fn query_dp_ranks(
     request: HttpRequest,
-    server: Data<Server>,
+    port: ByPort,
     body: Bytes,
 ) -> HttpResponse {
     if *request.method() != Method::POST {
@@ -331,7 +332,7 @@ pub(crate) async fn query_dp_ranks(
         Ok(asked) => asked,
         Err(reason) => return bad_request(reason),
     };
-    let (rooms, now) = (server.rooms(), Instant::now());
+    let (rooms, now) = (port.rooms(), Instant::now());
     let mut seen = std::collections::HashSet::new();
     let known = asked
         .iter()
@@ -345,11 +346,11 @@ pub(crate) async fn query_dp_ranks(
 }
 
 /// `GET /health`. A stock decode tells a dead prefill by this call alone.
-pub(crate) async fn health(request: HttpRequest, server: Data<Server>) -> HttpResponse {
+pub(crate) async fn health(request: HttpRequest, port: ByPort) -> HttpResponse {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
         return not_allowed("GET,HEAD");
     }
-    match server.unhealthy() {
+    match port.fleet.unhealthy(&port.namespace) {
         None => text(StatusCode::OK, "OK"),
         Some(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
     }

@@ -436,7 +436,8 @@ fn a_busy_port_and_a_locked_folder_end_the_process_with_their_names() {
     let other = tempfile::tempdir().expect("a temporary folder");
     let mut busy = Command::new(program("bootstrap-server"));
     let address = server.address().to_string();
-    busy.args(["--listen", &address, "--data-dir"])
+    busy.args(["--listen", "127.0.0.1:0=other", "--listen", &address])
+        .args(["--admin-listen", "127.0.0.1:0", "--data-dir"])
         .arg(other.path());
     let (ended, stderr) = run_to_end(&mut busy);
     assert!(
@@ -499,7 +500,8 @@ fn it_listens_on_ipv6_too() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut command = Command::new(program("bootstrap-server"));
     command
-        .args(["--listen", "[::1]:0", "--data-dir"])
+        .args(["--listen", "[::1]:0", "--admin-listen", "[::1]:0"])
+        .arg("--data-dir")
         .arg(folder.path());
     let server = BootstrapServer::spawn(&mut command);
     assert!(server.address().is_ipv6());

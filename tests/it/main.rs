@@ -2,6 +2,7 @@
 
 mod bootstrap_bad_input;
 mod bootstrap_http;
+mod bootstrap_namespaces;
 mod bootstrap_server;
 mod dashboards;
 mod demo;

@@ -61,11 +61,12 @@ pub fn signal(pid: u32, name: &str) {
     );
 }
 
-/// Starts a program that prints `ready ADDRESS` once it serves, and waits for that line.
+/// Starts a program that prints `ready ADDRESS` once it serves, or `ready NAME=ADDRESS ...`, and
+/// waits for that line.
 ///
 /// # Panics
 /// When the line does not come.
-pub fn spawn_ready(command: &mut Command) -> (Child, SocketAddr) {
+pub fn spawn_ready(command: &mut Command) -> (Child, Vec<SocketAddr>) {
     let mut child = command
         .stdout(Stdio::piped())
         .spawn()
@@ -74,24 +75,28 @@ pub fn spawn_ready(command: &mut Command) -> (Child, SocketAddr) {
     let (sender, ready) = mpsc::channel();
     std::thread::spawn(move || {
         let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
-        let address = lines.find_map(|line| line.strip_prefix("ready ")?.parse().ok());
+        let addresses = lines.find_map(|line| {
+            let words = line.strip_prefix("ready ")?.split(' ');
+            let addresses = words.map(|word| word.rsplit('=').next()?.parse().ok());
+            addresses.collect::<Option<Vec<SocketAddr>>>()
+        });
         // The receiver may have given up.
-        let _ = sender.send(address);
+        let _ = sender.send(addresses);
         lines.for_each(drop);
     });
-    let address: Option<SocketAddr> = ready.recv_timeout(PATIENCE).ok().flatten();
-    let Some(address) = address else {
+    let Some(addresses) = ready.recv_timeout(PATIENCE).ok().flatten() else {
         let _ = child.kill();
         panic!("the program printed no ready line: {:?}", child.wait());
     };
-    (child, address)
+    (child, addresses)
 }
 
 /// A running bootstrap server.
 #[derive(Debug)]
 pub struct BootstrapServer {
     child: Child,
-    address: SocketAddr,
+    engines: Vec<SocketAddr>,
+    admin: SocketAddr,
 }
 
 impl BootstrapServer {
@@ -108,7 +113,8 @@ impl BootstrapServer {
     /// Adds the usual arguments to a command that ends in the server's program.
     pub fn command(command: &mut Command, data_dir: &Path, arguments: &[&str]) {
         command
-            .args(["--listen", "127.0.0.1:0", "--data-dir"])
+            .args(["--listen", "127.0.0.1:0"])
+            .args(["--admin-listen", "127.0.0.1:0", "--data-dir"])
             .arg(data_dir)
             .args(arguments)
             .stdin(Stdio::null());
@@ -119,8 +125,13 @@ impl BootstrapServer {
     /// # Panics
     /// When it does not become ready.
     pub fn spawn(command: &mut Command) -> Self {
-        let (child, address) = spawn_ready(command);
-        let server = Self { child, address };
+        let (child, mut engines) = spawn_ready(command);
+        let admin = engines.pop().expect("the admin port is the last");
+        let server = Self {
+            child,
+            engines,
+            admin,
+        };
         wait_for("GET /metrics", || {
             server
                 .try_send(&Request::get("/metrics"))
@@ -130,9 +141,19 @@ impl BootstrapServer {
         server
     }
 
-    /// Where it listens.
-    pub const fn address(&self) -> SocketAddr {
-        self.address
+    /// Where its first engine's ranks and decodes reach it.
+    pub fn address(&self) -> SocketAddr {
+        self.engines[0]
+    }
+
+    /// Where all its engines' ranks and decodes reach it, in the order of its options.
+    pub fn engines(&self) -> &[SocketAddr] {
+        &self.engines
+    }
+
+    /// Where operators reach it.
+    pub const fn admin(&self) -> SocketAddr {
+        self.admin
     }
 
     /// Its process.
@@ -140,7 +161,7 @@ impl BootstrapServer {
         self.child.id()
     }
 
-    /// Sends one request.
+    /// Sends one request: what operators call to the admin port, the rest to the first engine's.
     ///
     /// # Panics
     /// When there is no answer.
@@ -154,7 +175,9 @@ impl BootstrapServer {
     /// # Errors
     /// When there is no answer.
     pub fn try_send(&self, request: &Request) -> std::io::Result<Reply> {
-        request.send(self.address)
+        let path = request.path.as_str();
+        let is_admin = ["/", "/metrics"].contains(&path) || path.starts_with("/v1/engines");
+        request.send(if is_admin { self.admin } else { self.address() })
     }
 
     /// A JSON document, for example of the admin API.

@@ -42,10 +42,10 @@ impl TransferService {
     /// # Panics
     /// When it does not become ready.
     pub fn start_in(folder: tempfile::TempDir, arguments: &[&str]) -> Self {
-        let (child, metrics) = spawn_ready(&mut Self::command(folder.path(), arguments));
+        let (child, ready) = spawn_ready(&mut Self::command(folder.path(), arguments));
         Self {
             child,
-            metrics,
+            metrics: ready[0],
             folder,
         }
     }

@@ -98,6 +98,8 @@ pub fn run(args: &TurnaroundArgs) -> Result<()> {
     let words = [
         "--listen",
         "127.0.0.1:0",
+        "--admin-listen",
+        "127.0.0.1:0",
         "--ephemeral",
         "--probe-interval",
         "0",
@@ -105,7 +107,8 @@ pub fn run(args: &TurnaroundArgs) -> Result<()> {
     let mut server = LineChild::start(program.as_os_str(), words)?;
     let line = server.line()?;
     let bootstrap = line
-        .strip_prefix("ready ")
+        .strip_prefix("ready default=")
+        .and_then(|addresses| addresses.split(' ').next())
         .context("the bootstrap server is not ready")?;
     let mut rows = Vec::new();
     for layers in &args.layers {

@@ -24,6 +24,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub struct Stage {
     /// Where the engines are.
     pub engines: Engines,
+    admin_port: u16,
     metrics_ports: [u16; 2],
     children: Vec<ChildProcess>,
     folder: tempfile::TempDir,
@@ -40,6 +41,7 @@ impl Stage {
                 bootstrap_host: "127.0.0.1".to_owned(),
                 bootstrap_port: 0,
             },
+            admin_port: 0,
             metrics_ports: [0; 2],
             children: Vec::new(),
             folder,
@@ -71,7 +73,7 @@ impl Stage {
 
     /// Where metrics and the admin API can be read, if they are left running.
     pub fn describe(&self, keeps_running: bool) -> String {
-        let bootstrap = format!("http://127.0.0.1:{}", self.engines.bootstrap_port);
+        let bootstrap = format!("http://127.0.0.1:{}", self.admin_port);
         let heading = if keeps_running {
             "metrics and admin API:"
         } else {
@@ -81,7 +83,7 @@ impl Stage {
             "{heading}\n\
              \x20 prefill service   {}\n\
              \x20 decode service    {}\n\
-             \x20 bootstrap server  {bootstrap}/metrics\n\
+             \x20 bootstrap server  {bootstrap}/  and /metrics\n\
              \x20 registrations     {bootstrap}/v1/engines\n\
              \x20 rooms and ranks   curl --unix-socket {} http://localhost/v1/ranks  (decode: {})\n",
             self.metrics_url(Side::Prefill),
@@ -134,16 +136,19 @@ impl Stage {
     }
 
     async fn start_bootstrap_server(&mut self) -> Result<()> {
-        let port = free_port()?;
+        let (port, admin_port) = (free_port()?, free_port()?);
         let arguments = os_strings([
             "--listen".as_ref(),
             format!("127.0.0.1:{port}").as_ref(),
+            "--admin-listen".as_ref(),
+            format!("127.0.0.1:{admin_port}").as_ref(),
             "--data-dir".as_ref(),
             self.folder.path().join("registrations").as_os_str(),
         ]);
         let mut child = self.start_program("bootstrap-server", "bootstrap-server", arguments)?;
         wait_for_http(&mut child, &format!("http://127.0.0.1:{port}/health")).await?;
         self.engines.bootstrap_port = port;
+        self.admin_port = admin_port;
         self.children.push(child);
         Ok(())
     }

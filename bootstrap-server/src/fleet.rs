@@ -1,0 +1,199 @@
+//! What the process shares, and what belongs to one listening port.
+
+use std::collections::HashMap;
+use std::future::{Ready, ready};
+use std::net::SocketAddr;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use actix_web::dev::Payload;
+use actix_web::web::Data;
+use actix_web::{Error, FromRequest, HttpRequest};
+
+use crate::config::Config;
+use crate::error::ApiError;
+use crate::metrics::Metrics;
+use crate::probe::{Place, Probes};
+use crate::registry::{Namespace, RankId};
+use crate::rooms::Rooms;
+use crate::writer::{Registrations, now};
+
+/// All engines that this process serves.
+#[derive(Debug)]
+pub struct Fleet {
+    /// Options.
+    pub config: Config,
+    /// The registrations of every engine, listening or not.
+    pub registrations: Registrations,
+    /// What probes have found.
+    pub probes: Probes,
+    /// Counters.
+    pub metrics: Metrics,
+    ports: HashMap<SocketAddr, Arc<Port>>,
+}
+
+/// One listening port, which serves one engine: a namespace.
+#[derive(Debug)]
+pub struct Port {
+    /// The engine's name.
+    pub namespace: String,
+    rooms: Mutex<Rooms>,
+}
+
+impl Port {
+    /// The table of rooms; hold it shortly.
+    pub fn rooms(&self) -> MutexGuard<'_, Rooms> {
+        self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Fleet {
+    /// Joins the parts. `ports` are the bound addresses and their engines' names.
+    pub fn new(
+        config: Config,
+        ports: impl IntoIterator<Item = (SocketAddr, String)>,
+        registrations: Registrations,
+        metrics: Metrics,
+    ) -> Self {
+        let port = |(address, namespace)| {
+            let rooms = Mutex::new(Rooms::new(config.max_rooms, config.room_lifetime()));
+            (address, Arc::new(Port { namespace, rooms }))
+        };
+        let ports = ports.into_iter().map(port).collect();
+        Self {
+            config,
+            registrations,
+            probes: Probes::default(),
+            metrics,
+            ports,
+        }
+    }
+
+    /// The ports, in no order.
+    pub fn ports(&self) -> impl Iterator<Item = &Port> {
+        self.ports.values().map(|port| &**port)
+    }
+
+    /// What the last probes found of each rank: whether it answers, or nothing yet.
+    fn probed(&self, namespace: &str, space: &Namespace) -> Vec<(RankId, Option<bool>)> {
+        let misses = self.config.probe_misses;
+        let probed = space.ranks.iter().map(|(id, rank)| {
+            let place = Place::rank(namespace, *id);
+            let reachable_opt = self.probes.is_reachable(&place, &rank.instance(), misses);
+            (*id, reachable_opt)
+        });
+        probed.collect()
+    }
+
+    /// Why an engine's `/health` is 503, if it is.
+    pub fn unhealthy(&self, namespace: &str) -> Option<String> {
+        let state = self.registrations.state();
+        let space = state.namespaces.get(namespace)?;
+        let probed = self.probed(namespace, space);
+        let mut gone = probed
+            .iter()
+            .filter(|(_, reachable)| *reachable == Some(false));
+        if let Some((first, _)) = gone.next() {
+            let number = gone.count() + 1;
+            return Some(format!(
+                "{number} ranks do not answer, the first is {first}"
+            ));
+        }
+        let generation = space.generation_opt.as_ref()?;
+        let age = now().saturating_sub(generation.began_at);
+        let settles = generation.number > 1 && age < self.config.settle_seconds;
+        settles.then(|| format!("generation {} began {age} s ago", generation.number))
+    }
+
+    /// Sets the gauges; they are read only then.
+    pub(crate) fn update_gauges(&self) {
+        let state = self.registrations.state();
+        for (namespace, space) in &state.namespaces {
+            self.update_engine_gauges(namespace, space);
+        }
+        for port in self.ports() {
+            if !state.namespaces.contains_key(&port.namespace) {
+                self.update_engine_gauges(&port.namespace, &Namespace::default());
+            }
+            let (rooms, evicted) = {
+                let mut rooms = port.rooms();
+                rooms.expire(Instant::now());
+                (rooms.len(), rooms.evicted())
+            };
+            let labels = [port.namespace.as_str()];
+            set(&self.metrics.rooms, &labels, rooms);
+            let counter = self.metrics.rooms_evicted.with_label_values(&labels);
+            counter.inc_by(evicted.saturating_sub(counter.get()));
+        }
+    }
+
+    fn update_engine_gauges(&self, namespace: &str, space: &Namespace) {
+        let labels = [namespace];
+        set(&self.metrics.ranks, &labels, space.ranks.len());
+        set(&self.metrics.ranks_expected, &labels, space.expected());
+        set(
+            &self.metrics.registrations,
+            &labels,
+            space.registrations.len(),
+        );
+        let generation = space.generation_opt.as_ref();
+        let number = generation.map_or(0, |generation| generation.number);
+        let number = usize::try_from(number).unwrap_or(usize::MAX);
+        set(&self.metrics.generation, &labels, number);
+        let probed = self.probed(namespace, space);
+        for (name, wanted) in [
+            ("reachable", Some(true)),
+            ("unreachable", Some(false)),
+            ("unprobed", None),
+        ] {
+            let number = probed.iter().filter(|(_, found)| *found == wanted).count();
+            set(&self.metrics.ranks_probed, &[namespace, name], number);
+        }
+        // A label set that has not moved yet is shown as 0, so that queries find it.
+        let counters = [&self.metrics.generations, &self.metrics.unknown_fields];
+        for counter in counters {
+            counter.with_label_values(&labels).inc_by(0);
+        }
+    }
+}
+
+fn set(gauge: &prometheus::IntGaugeVec, labels: &[&str], value: usize) {
+    gauge
+        .with_label_values(labels)
+        .set(i64::try_from(value).unwrap_or(i64::MAX));
+}
+
+/// In a handler's arguments: the port that a request came in by, and the fleet.
+#[derive(Clone, Debug)]
+pub struct ByPort {
+    /// The whole process.
+    pub fleet: Data<Fleet>,
+    port: Arc<Port>,
+}
+
+impl Deref for ByPort {
+    type Target = Port;
+
+    fn deref(&self) -> &Port {
+        &self.port
+    }
+}
+
+impl FromRequest for ByPort {
+    type Error = Error;
+    type Future = Ready<Result<Self, Error>>;
+
+    fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
+        let fleet_opt = request.app_data::<Data<Fleet>>();
+        let found = fleet_opt.and_then(|fleet| {
+            let port = fleet.ports.get(&request.app_config().local_addr())?;
+            Some(Self {
+                fleet: fleet.clone(),
+                port: Arc::clone(port),
+            })
+        });
+        let unknown = || ApiError::new(500, "unknown_port", "this port belongs to no engine");
+        ready(found.ok_or_else(|| unknown().into()))
+    }
+}
