@@ -14,7 +14,7 @@ use common::wire::EngineDesc;
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::fault::{FaultSpec, Faulty};
-use crate::memory::Memory;
+use crate::foreign::AnyMemory;
 use crate::offer::Offer;
 use crate::region::{Region, RegionKey};
 use crate::session::Session;
@@ -231,7 +231,7 @@ impl Engine {
     /// [`TransportErrorKind::OutOfBounds`] when the part leaves the pool.
     pub fn register(
         &self,
-        memory: &Memory,
+        memory: impl Into<AnyMemory>,
         offset: ByteOffset,
         len: ByteLen,
         label: &str,
@@ -240,8 +240,8 @@ impl Engine {
         let id = inner.next_region.fetch_add(1, Ordering::Relaxed);
         let key = RegionKey(random()?);
         let owner = (&inner.key, inner.instance);
-        let region = Region::new(memory, (offset, len), id, key, label, owner)?;
-        memory.populate();
+        let region = Region::new(memory.into(), (offset, len), id, key, label, owner)?;
+        region.memory().populate();
         let mut regions = inner
             .regions
             .write()

@@ -29,6 +29,7 @@
 mod engine;
 mod error;
 mod fault;
+mod foreign;
 mod memory;
 mod offer;
 mod region;
@@ -44,6 +45,7 @@ pub use common::ids::{ByteLen, ByteOffset};
 pub use engine::{Engine, EngineConfig};
 pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};
+pub use foreign::{AnyMemory, ForeignMemory};
 pub use memory::Memory;
 pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
 pub use session::{Direction, Session, WriteBatch, WritePair};

@@ -9,10 +9,13 @@ use common::wire::{MemoryDesc, MemoryLocation};
 use subtle::ConstantTimeEq;
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::memory::Memory;
+use crate::foreign::AnyMemory;
 
 /// First element of the tags that a Ferry engine appends to descriptors.
 pub(crate) const TAG_MAGIC: &str = "FRY1";
+
+/// In the place of a tag's runtime: host memory, whatever the descriptor's elements say.
+const HOST_TAG: &str = "host";
 
 /// Where a region is. Pools, checks, descriptors and transports carry it; host memory is what
 /// exists today.
@@ -86,7 +89,7 @@ pub struct Region(Arc<Registered>);
 
 #[derive(Debug)]
 struct Registered {
-    memory: Memory,
+    memory: AnyMemory,
     offset: u64,
     len: u64,
     id: u32,
@@ -107,7 +110,7 @@ struct Gate {
 
 impl Region {
     pub(crate) fn new(
-        memory: &Memory,
+        memory: AnyMemory,
         (offset, len): (ByteOffset, ByteLen),
         id: u32,
         key: RegionKey,
@@ -116,7 +119,7 @@ impl Region {
     ) -> Result<Self, TransportError> {
         memory.address(offset.get(), len.get())?;
         Ok(Self(Arc::new(Registered {
-            memory: memory.clone(),
+            memory,
             offset: offset.get(),
             len: len.get(),
             id,
@@ -154,7 +157,7 @@ impl Region {
         self.0.memory.location()
     }
 
-    pub(crate) fn memory(&self) -> &Memory {
+    pub(crate) fn memory(&self) -> &AnyMemory {
         &self.0.memory
     }
 
@@ -191,6 +194,27 @@ impl Region {
             numa_node: 0,
             extra: vec![rmpv::Value::Array(tag)],
             ..MemoryDesc::default()
+        }
+    }
+
+    /// As [`Region::desc`], with the place that the owner says it is in. Engines of other makes
+    /// register host memory as a device's; peers of theirs look at these elements, Ferry's at the
+    /// tag, which says what is true.
+    pub fn desc_as(&self, location: MemoryLocation, device_id: i32) -> MemoryDesc {
+        let mut desc = self.desc();
+        if self.location() == Location::Host && location != MemoryLocation::Host {
+            for element in &mut desc.extra {
+                if let rmpv::Value::Array(tag) = element {
+                    tag.push(HOST_TAG.into());
+                }
+            }
+            // MoRI knows it for host memory only.
+            desc.numa_node = MemoryDesc::default().numa_node;
+        }
+        MemoryDesc {
+            location,
+            device_id,
+            ..desc
         }
     }
 
@@ -319,12 +343,12 @@ impl RemoteRegion {
             .iter()
             .filter_map(rmpv::Value::as_array)
             .find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
+        let place = tag.and_then(|elements| elements.get(2)?.as_str());
         let location = match desc.location {
+            _ if place == Some(HOST_TAG) => Location::Host,
             MemoryLocation::Host => Location::Host,
             MemoryLocation::Device => Location::Device {
-                runtime: DeviceRuntime::from_name(
-                    tag.and_then(|elements| elements.get(2)?.as_str()),
-                ),
+                runtime: DeviceRuntime::from_name(place),
                 number: u32::try_from(desc.device_id)
                     .map_err(|_| refused(format!("device number {}", desc.device_id)))?,
             },

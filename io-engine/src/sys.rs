@@ -187,6 +187,74 @@ impl Drop for Mapping {
     }
 }
 
+/// A range of this process's memory that somebody else manages.
+#[derive(Debug)]
+pub(crate) struct ForeignRange {
+    address: NonNull<u8>,
+    len: u64,
+}
+
+// SAFETY: it is only an address and a length; the bytes are touched by raw copies alone, which have
+// no thread affinity, and whoever made the owner promised that they are there.
+unsafe impl Send for ForeignRange {}
+// SAFETY: as above.
+unsafe impl Sync for ForeignRange {}
+
+impl ForeignRange {
+    /// `None` for no bytes, for address 0, and for a range that does not fit the address space.
+    pub(crate) fn new(address: u64, len: u64) -> Option<Self> {
+        let end = address.checked_add(len)?;
+        usize::try_from(end).ok().filter(|_| len > 0)?;
+        let address = std::ptr::with_exposed_provenance_mut(usize::try_from(address).ok()?);
+        Some(Self {
+            address: NonNull::new(address)?,
+            len,
+        })
+    }
+
+    /// Bytes of the range.
+    pub(crate) const fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The address of a byte; `None` unless `offset + len` lies inside.
+    pub(crate) fn range(&self, offset: u64, len: u64) -> Option<*mut u8> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.len);
+        let offset = usize::try_from(offset).ok().filter(|_| end.is_some())?;
+        Some(self.address.as_ptr().wrapping_add(offset))
+    }
+}
+
+/// Whether every byte of a range is mapped for reading and writing in this process now.
+pub(crate) fn is_mapped_writable(address: u64, len: u64) -> io::Result<bool> {
+    let Some(end) = address.checked_add(len) else {
+        return Ok(false);
+    };
+    let maps = std::fs::read_to_string("/proc/self/maps")?;
+    let mut reached = address;
+    // The lines are in the order of addresses.
+    for line in maps.lines() {
+        let mut fields = line.split_ascii_whitespace();
+        let (Some(range), Some(rights)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        let Some((first, behind)) = range.split_once('-') else {
+            continue;
+        };
+        let bounds = (
+            u64::from_str_radix(first, 16),
+            u64::from_str_radix(behind, 16),
+        );
+        let (Ok(first), Ok(behind)) = bounds else {
+            continue;
+        };
+        if reached < end && (first..behind).contains(&reached) && rights.starts_with("rw") {
+            reached = behind;
+        }
+    }
+    Ok(len > 0 && reached >= end)
+}
+
 /// Copies between two ranges that may belong to other processes too. What another process, or
 /// another copy of this one, writes meanwhile arrives torn: the result is some bytes, and it is
 /// for the protocol above to let nobody use them.

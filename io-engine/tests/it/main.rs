@@ -2,6 +2,7 @@
 //! happened when it cannot.
 
 mod exactness;
+mod foreign;
 mod lifetimes;
 mod peers;
 mod refusals;

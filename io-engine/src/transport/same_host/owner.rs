@@ -199,13 +199,15 @@ impl Connection {
             if told.regions.contains_key(&region.id()) {
                 continue;
             }
-            let (pool, place) = match self.way {
-                Way::Process => (0, address as u64),
-                Way::Mapping => (region.memory().id(), region.offset()),
+            let (pool, place) = match (self.way, region.memory().pool()) {
+                (Way::Process, _) => (0, address as u64),
+                (Way::Mapping, Some(pool)) => {
+                    pools.insert(pool.id(), pool.clone());
+                    (pool.id(), region.offset())
+                }
+                // There is nothing to map.
+                (Way::Mapping, None) => continue,
             };
-            if self.way == Way::Mapping {
-                pools.insert(pool, region.memory().clone());
-            }
             rows.push(TableRow {
                 id: region.id(),
                 key: ByteBuf::from(region.key().0),
