@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 CARGO ?= cargo
 VENV := target/venv
+WHEEL_PROFILE ?= dev
 # SGLang's releases, unpacked: its own classes are the other side of the conformance tests.
 export FERRY_SGLANG := $(abspath target)/sglang
 SGLANG_RELEASE := 0.5.23
@@ -16,7 +17,9 @@ BENCH_PYTHON := target/peers/venv-bench/bin/python
 export BENCH_DRIVER := $(abspath $(or $(CARGO_TARGET_DIR),target))/release/bench-driver
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
-.PHONY: help demo test test-asan test-fuzz test-rdma test-sglang check check-python bench bench-transfers bench-python
+WHEELS := $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
+
+.PHONY: help demo test test-asan test-fuzz test-python test-rdma test-sglang check check-python wheel bench bench-transfers bench-python
 .PHONY: bench-replay bench-turnaround bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
@@ -26,15 +29,24 @@ demo: cargo ## Moves 256 requests' hybrid state between real processes and verif
 	$(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --package demo
 	target/release/ferry-demo $(DEMO_ARGS)
 
-test: cargo system-packages sglang nextest ## Runs every test
+test: cargo system-packages sglang nextest test-python ## Runs every test
 	rm -f $(FERRY_SKIP_LOG)
 	$(CARGO) build --workspace --locked --bins
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
+	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
 	$(CARGO) nextest run --workspace --locked --no-fail-fast
 	@if [[ -s $(FERRY_SKIP_LOG) ]]; then \
 	  echo "skipped for what this machine lacks: $$(wc -l < $(FERRY_SKIP_LOG))"; cat $(FERRY_SKIP_LOG); \
 	  if [[ "$${CI:-}" == true ]]; then echo "no test may be skipped in CI"; exit 1; fi; \
 	else echo "skipped for what this machine lacks: 0"; fi
+
+wheel: cargo python ## Builds the Python wheel (WHEEL_PROFILE=release) and installs it where the tests look
+	rm -rf $(WHEELS)
+	$(VENV)/bin/maturin build --quiet --locked --manifest-path python/Cargo.toml --profile $(WHEEL_PROFILE) --out $(WHEELS)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEELS)/*.whl
+
+test-python: wheel ## The Python module's own tests
+	$(VENV)/bin/pytest --quiet -p no:cacheprovider python/tests
 
 test-rdma: ## Boots a virtual machine with soft-RoCE devices and tests the rdma transport in it
 	tests/rdma-vm/setup.sh
@@ -49,9 +61,11 @@ check: cargo deny check-python ## Format, lints, documentation, licences and ban
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(CARGO) deny --locked check bans licenses sources
 
+PYTHON_FOLDERS := tests/conformance python
+
 check-python: python
-	$(VENV)/bin/ruff format --check tests/conformance
-	$(VENV)/bin/ruff check tests/conformance
+	$(VENV)/bin/ruff format --check $(PYTHON_FOLDERS)
+	$(VENV)/bin/ruff check $(PYTHON_FOLDERS)
 
 # Sanitizers are unstable features of the compiler, which this opens on the pinned stable one.
 NIGHTLY_FEATURES := RUSTC_BOOTSTRAP=1
@@ -126,9 +140,9 @@ system-packages:
 
 python: system-packages $(VENV)/ready
 
-$(VENV)/ready: tests/conformance/requirements.txt
+$(VENV)/ready: tests/conformance/requirements.txt python/requirements.txt
 	python3 -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/conformance/requirements.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(addprefix --requirement=,$^)
 	touch $@
 
 # By name from the package index; the modules run as they are.

@@ -21,8 +21,8 @@
 //! * no slice or reference is ever made over pool memory, because other processes write there:
 //!   bytes are copied between raw pointers, or by the kernel.
 //!
-//! This is the only crate with unsafe code; the system calls are in `sys`, the copy
-//! routine in `stream`.
+//! This is the only crate with unsafe code but for the edge of `python`; the system calls are in
+//! `sys`, the copy routine in `stream`.
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 

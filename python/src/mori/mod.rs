@@ -1,0 +1,23 @@
+//! The classes behind `ferry.mori_compat`: names, arguments and results are the original's.
+
+mod desc;
+mod engine;
+mod enums;
+mod notify;
+mod numbers;
+mod remote;
+mod session;
+mod status;
+mod transfer;
+
+use pyo3::prelude::*;
+
+/// Adds the classes to the extension module.
+pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<desc::EngineDesc>()?;
+    module.add_class::<desc::MemoryDesc>()?;
+    module.add_class::<engine::IOEngine>()?;
+    module.add_class::<engine::PeerFailureEvent>()?;
+    module.add_class::<session::IOEngineSession>()?;
+    module.add_class::<status::TransferStatus>()
+}

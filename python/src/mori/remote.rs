@@ -1,0 +1,123 @@
+//! A peer's engine: its one session, and what became of it.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use common::wire::EngineDesc;
+use io_engine::{Engine, Session, TransportError, TransportErrorKind};
+
+use crate::mori::notify::NotifyAddress;
+
+/// Failures that nobody has asked for are forgotten, the oldest first.
+const MAX_FAILURES: usize = 1024;
+
+/// MoRI's numbers of `PeerFailureReason`, as far as they happen here.
+const UNKNOWN: u32 = 0;
+const PEER_UNREACHABLE: u32 = 1;
+
+/// A peer that cannot be reached any more.
+#[derive(Clone, Debug)]
+pub(crate) struct PeerFailure {
+    pub(crate) remote_key: String,
+    pub(crate) reason: u32,
+    pub(crate) transport: &'static str,
+    pub(crate) detail: String,
+}
+
+/// Failures of an engine's peers, in order.
+#[derive(Debug, Default)]
+pub(crate) struct PeerFailures(Mutex<VecDeque<PeerFailure>>);
+
+impl PeerFailures {
+    fn push(&self, failure: PeerFailure) {
+        let mut failures = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if failures.len() == MAX_FAILURES {
+            failures.pop_front();
+        }
+        failures.push_back(failure);
+    }
+
+    pub(crate) fn pop(&self) -> Option<PeerFailure> {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop_front()
+    }
+}
+
+/// A peer's engine that was registered here.
+pub(crate) struct Remote {
+    pub(crate) desc: EngineDesc,
+    pub(crate) notify_opt: Option<NotifyAddress>,
+    failures: Arc<PeerFailures>,
+    session: Mutex<Option<Session>>,
+}
+
+impl Remote {
+    pub(crate) fn new(desc: EngineDesc, failures: Arc<PeerFailures>) -> Self {
+        Self {
+            notify_opt: NotifyAddress::of(&desc),
+            desc,
+            failures,
+            session: Mutex::default(),
+        }
+    }
+
+    /// The session, opened if there is none or the last one has failed. Blocks meanwhile; callers
+    /// that come at the same time wait for the same session.
+    pub(crate) fn session(&self, engine: &Engine) -> Result<Session, TransportError> {
+        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(open) = session.as_ref() {
+            if open.is_alive() {
+                return Ok(open.clone());
+            }
+            let lost = session.take();
+            self.report(lost.as_ref(), PEER_UNREACHABLE, "the connection is lost");
+        }
+        let opened = engine.connect(&self.desc);
+        match opened {
+            Ok(opened) => Ok(session.insert(opened).clone()),
+            Err(error) => {
+                self.report(None, PEER_UNREACHABLE, &error.to_string());
+                Err(error)
+            }
+        }
+    }
+
+    /// Notes that a transfer failed; if the peer is gone, its session is over and that is reported
+    /// once.
+    pub(crate) fn transfer_failed(&self, error: &TransportError) {
+        let reason = match error.kind() {
+            TransportErrorKind::PeerDead
+            | TransportErrorKind::Unreachable
+            | TransportErrorKind::Timeout => PEER_UNREACHABLE,
+            TransportErrorKind::Protocol | TransportErrorKind::Io => UNKNOWN,
+            _ => return,
+        };
+        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        if session.as_ref().is_some_and(|session| !session.is_alive()) {
+            let lost = session.take();
+            drop(session);
+            self.report(lost.as_ref(), reason, &error.to_string());
+        }
+    }
+
+    /// Looks whether the peer has gone since; reports it if so.
+    pub(crate) fn check(&self) {
+        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        if session.as_ref().is_some_and(|session| !session.is_alive()) {
+            let lost = session.take();
+            drop(session);
+            self.report(lost.as_ref(), PEER_UNREACHABLE, "the connection is lost");
+        }
+    }
+
+    fn report(&self, session_opt: Option<&Session>, reason: u32, detail: &str) {
+        self.failures.push(PeerFailure {
+            remote_key: self.desc.key.clone(),
+            reason,
+            transport: session_opt.map_or("", |session| session.transport().name()),
+            detail: detail.to_owned(),
+        });
+    }
+}
