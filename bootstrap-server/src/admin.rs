@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 
 use crate::error::ApiError;
 use crate::fleet::{ByPort, Fleet};
+use crate::guard::Who;
 use crate::probe::{Place, may_probe};
 use crate::registry::{Command, EngineRegistration, Namespace, Rank, RankId, Refused};
 
@@ -235,11 +236,14 @@ async fn put_registration(
         registered_at: now(),
     };
     let command = Command::PutRegistration(key.clone(), Arc::new(registration));
-    let applied = change(&port.fleet, &port.namespace, command, || {
-        unknown_registration(&key)
-    })
+    change(
+        &port.fleet,
+        &port.namespace,
+        command,
+        &Who::of(&request),
+        || unknown_registration(&key),
+    )
     .await?;
-    tracing::info!(peer = ?request.peer_addr(), engine_key = key, what = applied, "put registration");
     Ok(HttpResponse::Ok().json(json!({ "engine_key": key })))
 }
 
@@ -250,11 +254,14 @@ async fn delete_registration(
 ) -> Result<HttpResponse, ApiError> {
     let key = path.into_inner();
     let command = Command::DeleteRegistration(key.clone());
-    change(&port.fleet, &port.namespace, command, || {
-        unknown_registration(&key)
-    })
+    change(
+        &port.fleet,
+        &port.namespace,
+        command,
+        &Who::of(&request),
+        || unknown_registration(&key),
+    )
     .await?;
-    tracing::info!(peer = ?request.peer_addr(), engine_key = key, "registration deleted");
     Ok(HttpResponse::NoContent().finish())
 }
 
@@ -272,11 +279,14 @@ async fn delete_engine(
     {
         return Err(unknown_engine(&namespace));
     }
-    change(&fleet, &namespace, Command::DeleteEngine, || {
-        unknown_engine(&namespace)
-    })
+    change(
+        &fleet,
+        &namespace,
+        Command::DeleteEngine,
+        &Who::of(&request),
+        || unknown_engine(&namespace),
+    )
     .await?;
-    tracing::info!(peer = ?request.peer_addr(), namespace, "engine deleted");
     Ok(HttpResponse::NoContent().finish())
 }
 
@@ -284,10 +294,11 @@ async fn change(
     fleet: &Fleet,
     namespace: &str,
     command: Command,
+    who: &Who,
     unknown: impl FnOnce() -> ApiError,
-) -> Result<&'static str, ApiError> {
-    match fleet.registrations.change(namespace, command).await {
-        Ok(applied) => Ok(applied.what),
+) -> Result<(), ApiError> {
+    match fleet.registrations.change(namespace, command, who).await {
+        Ok(_) => Ok(()),
         Err(WriteError::Refused(Refused::Unknown)) => Err(unknown()),
         Err(WriteError::Refused(Refused::Inconsistent(reason))) => {
             Err(ApiError::new(400, "inconsistent", reason))

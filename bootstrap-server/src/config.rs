@@ -1,19 +1,21 @@
 //! The command line and environment.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
+use ipnet::IpNet;
 
 const DEFAULT_LISTEN: &str = "0.0.0.0:8998";
-const DEFAULT_ADMIN_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8997);
+const DEFAULT_ADMIN_LISTEN: &str = "127.0.0.1:8997";
 const DEFAULT_NAMESPACE: &str = "default";
 const MAX_NAMESPACE_BYTES: usize = 128;
 const DEFAULT_DATA_DIR: &str = "ferry-bootstrap-data";
 /// SGLang's server forgets after 120 s, while requests wait up to 300 s.
 const DEFAULT_ROOM_SECONDS: u64 = 600;
+const DEFAULT_MAX_CONNECTIONS: usize = 20_000;
 const DEFAULT_MAX_ROOMS: usize = 1_000_000;
 const DEFAULT_PROBE_INTERVAL: u64 = 5;
 const DEFAULT_PROBE_MISSES: u32 = 3;
@@ -25,23 +27,77 @@ const DEFAULT_SETTLE_SECONDS: u64 = 15;
 pub struct Config {
     /// Address that an engine's ranks and its decodes reach, and the engine's name, for example
     /// [::]:8999=prefill-b; may be given again for each engine. The name is `default` when it is
-    /// left out. Port 0 takes a free one and prints it.
+    /// left out. Port 0 takes a free one and prints it. With https:// before it the port speaks
+    /// TLS, which a stock SGLang does not.
     #[arg(
         long,
-        value_name = "ADDR:PORT[=NAME]",
+        value_name = "[https://]ADDR:PORT[=NAME]",
         env = "FERRY_BOOTSTRAP_LISTEN",
         value_delimiter = ',',
         default_value = DEFAULT_LISTEN
     )]
     pub listen: Vec<Listen>,
     /// Address that operators reach: the admin API, the page and /metrics of all engines.
+    /// With https:// before it the port speaks TLS.
     #[arg(
         long,
-        value_name = "ADDR:PORT",
+        value_name = "[https://]ADDR:PORT",
         env = "FERRY_BOOTSTRAP_ADMIN_LISTEN",
-        default_value_t = DEFAULT_ADMIN_LISTEN
+        default_value = DEFAULT_ADMIN_LISTEN
     )]
-    pub admin_listen: SocketAddr,
+    pub admin_listen: Address,
+    /// File with the token that ranks show to register (Authorization: Bearer TOKEN); read again
+    /// when it changes. SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN may hold the token itself. What
+    /// stock decodes read stays open.
+    #[arg(long, value_name = "FILE", env = "FERRY_BOOTSTRAP_AUTH_TOKEN_FILE")]
+    pub auth_token_file: Option<PathBuf>,
+    /// File with the token that operators show to the admin API; read again when it changes.
+    /// Without it the ranks' token, if there is one, guards the admin API too.
+    #[arg(long, value_name = "FILE", env = "FERRY_BOOTSTRAP_ADMIN_TOKEN_FILE")]
+    pub admin_token_file: Option<PathBuf>,
+    /// Lets the admin port be reached from other hosts although no token guards it.
+    #[arg(long)]
+    pub admin_without_token: bool,
+    /// Certificate chain (PEM) of the ports that speak TLS; read again when it changes.
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "tls_key",
+        env = "FERRY_BOOTSTRAP_TLS_CERT"
+    )]
+    pub tls_cert: Option<PathBuf>,
+    /// Its private key (PEM).
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "tls_cert",
+        env = "FERRY_BOOTSTRAP_TLS_KEY"
+    )]
+    pub tls_key: Option<PathBuf>,
+    /// Authorities (PEM) one of which must have signed the certificate of every TLS client.
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "tls_cert",
+        env = "FERRY_BOOTSTRAP_TLS_CLIENT_CA"
+    )]
+    pub tls_client_ca: Option<PathBuf>,
+    /// Requests a second of one peer address at most, and as many at once; 0 is no limit.
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        env = "FERRY_BOOTSTRAP_MAX_REQUESTS_PER_PEER",
+        default_value_t = 0
+    )]
+    pub max_requests_per_peer: u32,
+    /// Connections of all engines' ports together at most; the admin port has as many of its own.
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        env = "FERRY_BOOTSTRAP_MAX_CONNECTIONS",
+        default_value_t = DEFAULT_MAX_CONNECTIONS
+    )]
+    pub max_connections: usize,
     /// Folder of the registrations; one server uses it at a time.
     #[arg(long, value_name = "DIR", env = "FERRY_BOOTSTRAP_DATA_DIR", default_value = DEFAULT_DATA_DIR)]
     pub data_dir: PathBuf,
@@ -80,6 +136,23 @@ pub struct Config {
         default_value_t = DEFAULT_PROBE_MISSES, value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub probe_misses: u32,
+    /// Network that rank addresses may lie in to be probed, for example 10.0.0.0/8; may be given
+    /// again. Without it: the address that a rank registered from, and private ones.
+    #[arg(
+        long,
+        value_name = "CIDR",
+        env = "FERRY_BOOTSTRAP_ALLOW_RANK_CIDR",
+        value_delimiter = ','
+    )]
+    pub allow_rank_cidr: Vec<IpNet>,
+    /// What /health says while a rank does not answer probes.
+    #[arg(
+        long,
+        value_enum,
+        env = "FERRY_BOOTSTRAP_PROBE_READINESS",
+        default_value_t = ProbeReadiness::Fail
+    )]
+    pub probe_readiness: ProbeReadiness,
     /// Seconds for which /health is 503 after an engine was replaced, so that decodes notice.
     #[arg(
         long,
@@ -93,6 +166,15 @@ pub struct Config {
     pub log_format: LogFormat,
 }
 
+/// What probing does to `/health`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ProbeReadiness {
+    /// 503: a stock decode learns of a dead prefill by it alone.
+    Fail,
+    /// 200: unreachable ranks are only shown.
+    Ignore,
+}
+
 /// How logs are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
@@ -102,11 +184,42 @@ pub enum LogFormat {
     Json,
 }
 
+/// Where a port is, and whether it speaks TLS.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// Where.
+    pub address: SocketAddr,
+    /// Whether TLS is spoken.
+    pub is_tls: bool,
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let plain = text.strip_prefix("https://");
+        let address = plain.unwrap_or(text).parse().map_err(|_| {
+            format!("{text:?} is no address with a port, such as 0.0.0.0:8998 or [::]:8998")
+        })?;
+        Ok(Self {
+            address,
+            is_tls: plain.is_some(),
+        })
+    }
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let scheme = if self.is_tls { "https://" } else { "" };
+        write!(formatter, "{scheme}{}", self.address)
+    }
+}
+
 /// One listening port: the clients of an engine know nothing but its address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Listen {
     /// Where.
-    pub address: SocketAddr,
+    pub at: Address,
     /// The engine that registers there.
     pub namespace: String,
 }
@@ -125,11 +238,8 @@ impl FromStr for Listen {
                 "the name {namespace:?} must be 1 to {MAX_NAMESPACE_BYTES} letters, digits, dots, dashes or underscores"
             ));
         }
-        let address = address.parse().map_err(|_| {
-            format!("{address:?} is no address with a port, such as 0.0.0.0:8998 or [::]:8998")
-        })?;
         Ok(Self {
-            address,
+            at: address.parse()?,
             namespace: namespace.to_owned(),
         })
     }
@@ -139,21 +249,29 @@ impl Config {
     /// What clap cannot check.
     ///
     /// # Errors
-    /// When two ports have the same name or the same address.
+    /// When two ports have the same name or the same address, or TLS has no certificate.
     pub fn check(&self) -> Result<(), String> {
+        let ports = self.listen.iter().map(|listen| listen.at);
+        let tls_opt = ports.chain([self.admin_listen]).find(|at| at.is_tls);
+        if let (Some(at), None) = (tls_opt, &self.tls_cert) {
+            return Err(format!(
+                "{at} is to speak TLS; give --tls-cert and --tls-key"
+            ));
+        }
         for (at, listen) in self.listen.iter().enumerate() {
             let others = self.listen.iter().skip(at + 1);
             for other in others {
                 if other.namespace == listen.namespace {
                     return Err(format!(
                         "--listen {} and --listen {} are both named {}; each engine has one port",
-                        listen.address, other.address, listen.namespace
+                        listen.at, other.at, listen.namespace
                     ));
                 }
-                if other.address == listen.address && listen.address.port() != 0 {
+                let address = listen.at.address;
+                if other.at.address == address && address.port() != 0 {
                     return Err(format!(
                         "--listen {} is given for both {} and {}; each engine has a port of its own",
-                        listen.address, listen.namespace, other.namespace
+                        listen.at, listen.namespace, other.namespace
                     ));
                 }
             }
@@ -183,7 +301,7 @@ mod tests {
             config.check().map(|()| config.listen)
         };
         let listen = |address: &str, namespace: &str| Listen {
-            address: address.parse().unwrap(),
+            at: address.parse().unwrap(),
             namespace: namespace.to_owned(),
         };
         assert_eq!(parsed(&[]), Ok(vec![listen("0.0.0.0:8998", "default")]));

@@ -11,8 +11,9 @@ use actix_web::dev::Payload;
 use actix_web::web::Data;
 use actix_web::{Error, FromRequest, HttpRequest};
 
-use crate::config::Config;
+use crate::config::{Config, ProbeReadiness};
 use crate::error::ApiError;
+use crate::guard::Guard;
 use crate::metrics::Metrics;
 use crate::probe::{Place, Probes};
 use crate::registry::{Namespace, RankId};
@@ -28,6 +29,8 @@ pub struct Fleet {
     pub registrations: Registrations,
     /// What probes have found.
     pub probes: Probes,
+    /// Who may do what.
+    pub guard: Guard,
     /// Counters.
     pub metrics: Metrics,
     ports: HashMap<SocketAddr, Arc<Port>>,
@@ -54,6 +57,7 @@ impl Fleet {
         config: Config,
         ports: impl IntoIterator<Item = (SocketAddr, String)>,
         registrations: Registrations,
+        guard: Guard,
         metrics: Metrics,
     ) -> Self {
         let port = |(address, namespace)| {
@@ -62,9 +66,10 @@ impl Fleet {
         };
         let ports = ports.into_iter().map(port).collect();
         Self {
+            probes: Probes::new(config.allow_rank_cidr.clone()),
             config,
             registrations,
-            probes: Probes::default(),
+            guard,
             metrics,
             ports,
         }
@@ -91,9 +96,10 @@ impl Fleet {
         let state = self.registrations.state();
         let space = state.namespaces.get(namespace)?;
         let probed = self.probed(namespace, space);
+        let counts = self.config.probe_readiness == ProbeReadiness::Fail;
         let mut gone = probed
             .iter()
-            .filter(|(_, reachable)| *reachable == Some(false));
+            .filter(|(_, reachable)| counts && *reachable == Some(false));
         if let Some((first, _)) = gone.next() {
             let number = gone.count() + 1;
             return Some(format!(

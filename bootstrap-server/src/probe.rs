@@ -1,14 +1,17 @@
 //! Registrations outlive their owners, so each rank's address is dialled now and then.
 //!
-//! A probe opens a TCP connection and closes it; a rank's ZeroMQ socket does not mind. Only the
-//! address that a rank registered from, and private and loopback addresses, are ever dialled, so
-//! that a forged registration cannot make this server probe others.
+//! A probe opens a TCP connection and closes it; a rank's ZeroMQ socket does not mind. Only
+//! addresses of the allowed networks are ever dialled (without any: the address that a rank
+//! registered from, private and loopback ones), so that a forged registration cannot make this
+//! server probe others.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
+use futures::{StreamExt, stream};
+use ipnet::IpNet;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -16,8 +19,8 @@ use crate::registry::RankId;
 use crate::writer::Registrations;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Addresses that are dialled at once.
-const CONCURRENCY: usize = 64;
+/// Addresses that are dialled at once: those that time out must not hold up a large fleet's round.
+const CONCURRENCY: usize = 256;
 
 /// Who is dialled.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -49,9 +52,12 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// What probes have found, shared by its clones.
-#[derive(Clone, Debug, Default)]
-pub struct Probes(Arc<RwLock<HashMap<Place, Found>>>);
+/// What probes have found.
+#[derive(Debug, Default)]
+pub struct Probes {
+    allowed: Vec<IpNet>,
+    found: RwLock<HashMap<Place, Found>>,
+}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Found {
@@ -59,17 +65,21 @@ struct Found {
     misses_in_a_row: u32,
 }
 
-/// Whether an address may be dialled for a registration that came from `peer_opt`.
-pub fn may_probe(ip: &str, peer_opt: Option<IpAddr>) -> bool {
+/// An address as a rank writes it. A dual-stack socket shows IPv4 peers as mapped addresses.
+fn address_of(ip: &str) -> Option<IpAddr> {
     let bare = ip
         .strip_prefix('[')
         .and_then(|ip| ip.strip_suffix(']'))
         .unwrap_or(ip);
-    let Ok(address) = bare.parse::<IpAddr>() else {
+    Some(bare.parse::<IpAddr>().ok()?.to_canonical())
+}
+
+/// Whether an address may be dialled for a registration that came from `peer_opt`, where no
+/// networks are named.
+pub fn may_probe(ip: &str, peer_opt: Option<IpAddr>) -> bool {
+    let Some(address) = address_of(ip) else {
         return false;
     };
-    // A dual-stack socket shows IPv4 peers as mapped addresses.
-    let address = address.to_canonical();
     if Some(address) == peer_opt.map(|peer| peer.to_canonical()) {
         return true;
     }
@@ -80,10 +90,28 @@ pub fn may_probe(ip: &str, peer_opt: Option<IpAddr>) -> bool {
 }
 
 impl Probes {
+    /// Nothing is found yet. Without networks each registration's own rule counts.
+    pub fn new(allowed: Vec<IpNet>) -> Self {
+        Self {
+            allowed,
+            found: RwLock::default(),
+        }
+    }
+
+    /// Whether an instance, `ip:port`, may be dialled; `by_default` without networks.
+    fn may_dial(&self, instance: &str, by_default: bool) -> bool {
+        if self.allowed.is_empty() {
+            return by_default;
+        }
+        let ip_opt = instance.rsplit_once(':').and_then(|(ip, _)| address_of(ip));
+        let is_inside = |ip: IpAddr| self.allowed.iter().any(|network| network.contains(&ip));
+        ip_opt.is_some_and(is_inside)
+    }
+
     /// Whether a place answers: not when it has missed so many probes in a row. `None` when it was
     /// not probed yet, or may not be.
     pub fn is_reachable(&self, place: &Place, instance: &str, misses: u32) -> Option<bool> {
-        let found = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let found = self.found.read().unwrap_or_else(PoisonError::into_inner);
         let known = found
             .get(place)
             .filter(|known| known.instance == instance)?;
@@ -95,12 +123,12 @@ impl Probes {
         let state = registrations.state();
         let mut due: Vec<(Place, String)> = Vec::new();
         for (namespace, space) in &state.namespaces {
-            let ranks = space.ranks.iter().filter(|(_, rank)| rank.may_probe);
+            let ranks = space.ranks.iter();
+            let ranks = ranks.filter(|(_, rank)| self.may_dial(&rank.instance(), rank.may_probe));
             due.extend(ranks.map(|(id, rank)| (Place::rank(namespace, *id), rank.instance())));
-            let engines = space
-                .registrations
-                .iter()
-                .filter(|(_, known)| known.may_probe);
+            let engines = space.registrations.iter();
+            let engines =
+                engines.filter(|(_, known)| self.may_dial(&known.body.instance, known.may_probe));
             due.extend(engines.map(|(key, known)| {
                 (
                     Place::registration(namespace, key),
@@ -109,33 +137,24 @@ impl Probes {
             }));
         }
         self.forget_others(&due);
-        for group in due.chunks(CONCURRENCY) {
-            let mut probes = tokio::task::JoinSet::new();
-            for (place, instance) in group.iter().cloned() {
-                probes.spawn(async move {
-                    let answered = timeout(CONNECT_TIMEOUT, TcpStream::connect(&instance)).await;
-                    (place, instance, matches!(answered, Ok(Ok(_))))
-                });
-            }
-            while let Some(probed) = probes.join_next().await {
-                let Ok((place, instance, answered)) = probed else {
-                    continue;
-                };
-                self.record(place, instance, answered);
-            }
-        }
+        let probes =
+            stream::iter(due).for_each_concurrent(CONCURRENCY, |(place, instance)| async {
+                let answered = timeout(CONNECT_TIMEOUT, TcpStream::connect(&instance)).await;
+                self.record(place, instance, matches!(answered, Ok(Ok(_))));
+            });
+        probes.await;
     }
 
     fn forget_others(&self, due: &[(Place, String)]) {
         let kept: std::collections::HashSet<&Place> = due.iter().map(|(place, _)| place).collect();
-        self.0
+        self.found
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|place, _| kept.contains(place));
     }
 
     fn record(&self, place: Place, instance: String, answered: bool) {
-        let mut found = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut found = self.found.write().unwrap_or_else(PoisonError::into_inner);
         let known = found
             .remove(&place)
             .filter(|known| known.instance == instance);
@@ -201,5 +220,25 @@ mod tests {
         ] {
             assert_eq!(may_probe(ip, peer), allowed, "{ip}");
         }
+    }
+
+    #[test]
+    fn named_networks_are_the_only_ones_that_are_dialled() {
+        let probes = Probes::new(vec![
+            "203.0.113.0/24".parse().unwrap(),
+            "fd00::/8".parse().unwrap(),
+        ]);
+        for (instance, allowed) in [
+            ("203.0.113.7:5", true),
+            ("[::ffff:203.0.113.7]:5", true),
+            ("[fd00::1]:5", true),
+            ("127.0.0.1:5", false),
+            ("10.0.0.1:5", false),
+            ("host:5", false),
+        ] {
+            assert_eq!(probes.may_dial(instance, true), allowed, "{instance}");
+        }
+        let default = Probes::default();
+        assert!(default.may_dial("10.0.0.1:5", true) && !default.may_dial("10.0.0.1:5", false));
     }
 }

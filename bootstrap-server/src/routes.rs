@@ -12,7 +12,7 @@ use common::metrics as names;
 use prometheus::{Encoder, TextEncoder};
 
 use crate::fleet::Fleet;
-use crate::{admin, page, sglang};
+use crate::{admin, health, page, sglang};
 
 /// Bytes of one body at most, as SGLang's server.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
@@ -39,6 +39,7 @@ pub fn configure_admin(config: &mut web::ServiceConfig) {
         .app_data(web::PayloadConfig::new(MAX_BODY_BYTES))
         .route("/metrics", web::get().to(metrics))
         .route("/", web::get().to(page::page))
+        .configure(health::configure)
         .configure(admin::configure_admin)
         .default_service(web::to(not_found));
 }

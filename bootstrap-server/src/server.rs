@@ -4,15 +4,17 @@ use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
 use actix_web::middleware::from_fn;
-use actix_web::web::{Data, ServiceConfig};
+use actix_web::web::Data;
 use actix_web::{App, HttpServer};
 
-use crate::config::Config;
+use crate::config::{Address, Config};
 use crate::error::ServeError;
 use crate::fleet::Fleet;
+use crate::guard::{self, Guard, PortKind};
 use crate::metrics::Metrics;
 use crate::routes;
 use crate::store::{MemoryStore, SledStore, Store};
+use crate::tls::{self, Tls};
 use crate::writer::Registrations;
 
 /// For all engines' ports together: handlers never block.
@@ -22,23 +24,38 @@ const ADMIN_WORKERS: usize = 1;
 /// Time for a client to send its request's head.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 const SHUTDOWN_SECONDS: u64 = 1;
-/// Of one worker.
-const MAX_CONNECTIONS: usize = 10_000;
+/// How often files of tokens and certificates are looked at.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A server whose ports are bound and whose registrations are loaded.
 #[derive(Debug)]
 pub struct Server {
-    engines: Vec<(TcpListener, SocketAddr, String)>,
-    admin: (TcpListener, SocketAddr),
+    engines: Vec<(Bound, String)>,
+    admin: Bound,
+    tls_opt: Option<Tls>,
     fleet: Data<Fleet>,
 }
 
-fn bind(address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
-    let bound = TcpListener::bind(address).and_then(|listener| {
-        let address = listener.local_addr()?;
-        Ok((listener, address))
-    });
-    bound.map_err(|source| ServeError::Bind { address, source })
+/// A port that nobody else can take any more.
+#[derive(Debug)]
+struct Bound {
+    listener: TcpListener,
+    address: SocketAddr,
+    is_tls: bool,
+}
+
+impl Bound {
+    fn new(at: Address) -> Result<Self, ServeError> {
+        let bound = TcpListener::bind(at.address).and_then(|listener| {
+            Ok(Self {
+                address: listener.local_addr()?,
+                listener,
+                is_tls: at.is_tls,
+            })
+        });
+        let address = at.address;
+        bound.map_err(|source| ServeError::Bind { address, source })
+    }
 }
 
 impl Server {
@@ -48,12 +65,20 @@ impl Server {
     /// [`ServeError`]; nothing is served then.
     pub fn bind(config: Config) -> Result<Self, ServeError> {
         config.check().map_err(ServeError::Config)?;
-        let engines = config.listen.iter().map(|listen| {
-            let (listener, address) = bind(listen.address)?;
-            Ok((listener, address, listen.namespace.clone()))
-        });
+        let guard = Guard::new(&config).map_err(ServeError::Config)?;
+        let tls_opt = match (&config.tls_cert, &config.tls_key) {
+            (Some(certificate), Some(key)) => {
+                let tls = Tls::load(certificate, key, config.tls_client_ca.as_deref());
+                Some(tls.map_err(ServeError::Config)?)
+            }
+            _ => None,
+        };
+        let engines = config
+            .listen
+            .iter()
+            .map(|listen| Ok((Bound::new(listen.at)?, listen.namespace.clone())));
         let engines: Vec<_> = engines.collect::<Result<_, ServeError>>()?;
-        let admin = bind(config.admin_listen)?;
+        let admin = Bound::new(config.admin_listen)?;
         let store: Box<dyn Store> = if config.ephemeral {
             Box::new(MemoryStore::default())
         } else {
@@ -63,12 +88,13 @@ impl Server {
         let registrations = Registrations::start(store, metrics.clone())?;
         let ports = engines
             .iter()
-            .map(|(_, address, namespace)| (*address, namespace.clone()));
-        let fleet = Data::new(Fleet::new(config, ports, registrations, metrics));
+            .map(|(port, namespace)| (port.address, namespace.clone()));
+        let fleet = Fleet::new(config, ports, registrations, guard, metrics);
         Ok(Self {
             engines,
             admin,
-            fleet,
+            tls_opt,
+            fleet: Data::new(fleet),
         })
     }
 
@@ -76,12 +102,12 @@ impl Server {
     pub fn engines(&self) -> impl Iterator<Item = (&str, SocketAddr)> {
         self.engines
             .iter()
-            .map(|(_, address, namespace)| (namespace.as_str(), *address))
+            .map(|(port, namespace)| (namespace.as_str(), port.address))
     }
 
     /// The admin port.
     pub const fn admin(&self) -> SocketAddr {
-        self.admin.1
+        self.admin.address
     }
 
     /// Serves until `stop` completes. Requests that have begun are answered.
@@ -89,15 +115,14 @@ impl Server {
     /// # Errors
     /// When a port cannot be served.
     pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), ServeError> {
-        let listeners = self.engines.into_iter().map(|(listener, ..)| listener);
-        let engines = serve(&self.fleet, listeners, WORKERS, routes::configure_engine)?;
-        let admin = serve(
-            &self.fleet,
-            [self.admin.0],
-            ADMIN_WORKERS,
-            routes::configure_admin,
-        )?;
-        let probing = actix_web::rt::spawn(probe(self.fleet));
+        let tls_opt = self.tls_opt.as_ref();
+        let ports = self.engines.into_iter().map(|(port, _)| port);
+        let engines = serve(&self.fleet, PortKind::Engine, ports, tls_opt)?;
+        let admin = serve(&self.fleet, PortKind::Admin, [self.admin], tls_opt)?;
+        let tending = [
+            actix_web::rt::spawn(probe(self.fleet.clone())),
+            actix_web::rt::spawn(reload(self.fleet, self.tls_opt)),
+        ];
         let handles = [engines.handle(), admin.handle()];
         let ended = {
             let serving = futures::future::try_join(engines, admin);
@@ -112,31 +137,48 @@ impl Server {
                 }
             }
         };
-        probing.abort();
+        tending
+            .iter()
+            .for_each(actix_web::rt::task::JoinHandle::abort);
         ended.map(|_| ()).map_err(ServeError::Serve)
     }
 }
 
 fn serve(
     fleet: &Data<Fleet>,
-    listeners: impl IntoIterator<Item = TcpListener>,
-    workers: usize,
-    configure: fn(&mut ServiceConfig),
+    kind: PortKind,
+    ports: impl IntoIterator<Item = Bound>,
+    tls_opt: Option<&Tls>,
 ) -> Result<actix_web::dev::Server, ServeError> {
+    let workers = match kind {
+        PortKind::Engine => WORKERS,
+        PortKind::Admin => ADMIN_WORKERS,
+    };
+    let connections = fleet.config.max_connections.div_ceil(workers);
     let fleet = fleet.clone();
     let mut server = HttpServer::new(move || {
         App::new()
             .app_data(fleet.clone())
+            .app_data(kind)
+            .wrap(from_fn(guard::check))
             .wrap(from_fn(routes::around))
-            .configure(configure)
+            .configure(match kind {
+                PortKind::Engine => routes::configure_engine,
+                PortKind::Admin => routes::configure_admin,
+            })
     })
     .workers(workers)
+    .on_connect(tls::remember_certificate)
     .client_request_timeout(REQUEST_TIMEOUT)
     .shutdown_timeout(SHUTDOWN_SECONDS)
-    .max_connections(MAX_CONNECTIONS)
+    .max_connections(connections)
     .disable_signals();
-    for listener in listeners {
-        server = server.listen(listener).map_err(ServeError::Serve)?;
+    for port in ports {
+        server = match tls_opt.filter(|_| port.is_tls) {
+            Some(tls) => server.listen_rustls_0_23(port.listener, tls.config.clone()),
+            None => server.listen(port.listener),
+        }
+        .map_err(ServeError::Serve)?;
     }
     Ok(server.run())
 }
@@ -146,5 +188,16 @@ async fn probe(fleet: Data<Fleet>) {
     while !interval.is_zero() {
         tokio::time::sleep(interval).await;
         fleet.probes.round(&fleet.registrations).await;
+    }
+}
+
+/// Tokens and certificates are replaced by whoever deploys them, at any time.
+async fn reload(fleet: Data<Fleet>, tls_opt: Option<Tls>) {
+    loop {
+        tokio::time::sleep(RELOAD_INTERVAL).await;
+        fleet.guard.reload();
+        if let Some(tls) = &tls_opt {
+            tls.reload();
+        }
     }
 }

@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::fields;
 use crate::fleet::ByPort;
+use crate::guard::Who;
 use crate::probe::may_probe;
 use crate::registry::{Command, RankId, Refused, Registration, ReplyRelease, Shape};
 use crate::writer::{WriteError, now};
@@ -48,6 +49,7 @@ pub(crate) async fn route(request: HttpRequest, port: ByPort, body: Bytes) -> Ht
 }
 
 async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpResponse {
+    let who = Who::of(request);
     let peer_opt = request.peer_addr().map(|peer| peer.ip());
     let parsed = fields::object(body).and_then(|map| {
         let dialled = map
@@ -59,27 +61,19 @@ async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpRes
     let registration = match parsed {
         Ok(registration) => registration,
         Err(reason) => {
-            tracing::warn!(peer = ?peer_opt, reason, "a registration was refused");
+            tracing::warn!(target: "audit", %who, namespace = port.namespace, refused = reason, "registration refused");
             return bad_request(reason);
         }
     };
-    let (id, instance) = (registration.id, registration.rank.instance());
     let command = Command::PutRank(Box::new(registration));
     let written = port
         .fleet
         .registrations
-        .change(&port.namespace, command)
+        .change(&port.namespace, command, &who)
         .await;
     match written {
-        Ok(applied) => {
-            let began = applied.began_generation;
-            tracing::info!(peer = ?peer_opt, rank = %id, instance, what = applied.what, began, "put route");
-            text(StatusCode::OK, "OK")
-        }
-        Err(error) => {
-            tracing::warn!(peer = ?peer_opt, rank = %id, instance, ?error, "put route refused");
-            write_error(error)
-        }
+        Ok(_) => text(StatusCode::OK, "OK"),
+        Err(error) => write_error(error),
     }
 }
 
@@ -296,7 +290,8 @@ pub(crate) async fn register_dp_rank(
                 u32::try_from(dp_rank).unwrap_or(u32::MAX),
                 Instant::now(),
             );
-            tracing::debug!(peer = ?request.peer_addr(), room, dp_rank, "room bound to a dp rank");
+            // One for each request of the engine: too many to be shown by default.
+            tracing::debug!(target: "audit", who = %Who::of(&request), namespace = port.namespace, room, dp_rank, "room bound");
             text(StatusCode::OK, "OK")
         }
         Err(reason) => bad_request(reason),

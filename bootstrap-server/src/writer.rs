@@ -11,6 +11,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::oneshot;
 
 use crate::error::StoreError;
+use crate::guard::Who;
 use crate::metrics::Metrics;
 use crate::registry::{Applied, Command, Refused, State};
 use crate::store::{Change, Store, changes_of, load_state};
@@ -21,17 +22,20 @@ const MAX_WAITING: usize = 1024;
 const MAX_GROUP: usize = 256;
 
 /// Why a command did not change anything.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum WriteError {
     /// The rules say no.
+    #[error(transparent)]
     Refused(Refused),
     /// The store failed, or too many commands wait.
+    #[error("{0}")]
     Store(String),
 }
 
 struct Job {
     namespace: String,
     command: Command,
+    who: String,
     answer: oneshot::Sender<Result<Applied, WriteError>>,
 }
 
@@ -39,6 +43,7 @@ struct Job {
 #[derive(Clone, Debug)]
 pub struct Registrations {
     published: Arc<RwLock<Arc<State>>>,
+    trouble: Arc<RwLock<Option<String>>>,
     jobs: mpsc::SyncSender<Job>,
 }
 
@@ -57,18 +62,24 @@ impl Registrations {
     pub fn start(store: Box<dyn Store>, metrics: Metrics) -> Result<Self, StoreError> {
         let state = load_state(store.as_ref())?;
         let published = Arc::new(RwLock::new(Arc::new(state)));
+        let trouble = Arc::new(RwLock::new(None));
         let (jobs, waiting) = mpsc::sync_channel(MAX_WAITING);
         let writer = Writer {
             store,
             metrics,
             published: Arc::clone(&published),
+            trouble: Arc::clone(&trouble),
             undo: Vec::new(),
         };
         std::thread::Builder::new()
             .name("registrations".to_owned())
             .spawn(move || writer.run(&waiting))
             .map_err(|error| StoreError::Commit(error.to_string()))?;
-        Ok(Self { published, jobs })
+        Ok(Self {
+            published,
+            trouble,
+            jobs,
+        })
     }
 
     /// The registrations as they are durable now.
@@ -81,15 +92,27 @@ impl Registrations {
         )
     }
 
-    /// Changes something; returns when it is durable.
+    /// Why the last change could not be made durable, if it could not.
+    pub fn trouble(&self) -> Option<String> {
+        let trouble = self.trouble.read();
+        trouble.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Changes something; returns when it is durable. `who` asks for it goes into the audit log.
     ///
     /// # Errors
     /// [`WriteError`]; nothing changed.
-    pub async fn change(&self, namespace: &str, command: Command) -> Result<Applied, WriteError> {
+    pub async fn change(
+        &self,
+        namespace: &str,
+        command: Command,
+        who: &Who,
+    ) -> Result<Applied, WriteError> {
         let (answer, answered) = oneshot::channel();
         let job = Job {
             namespace: namespace.to_owned(),
             command,
+            who: who.to_string(),
             answer,
         };
         self.jobs.try_send(job).map_err(|error| match error {
@@ -112,6 +135,7 @@ struct Writer {
     store: Box<dyn Store>,
     metrics: Metrics,
     published: Arc<RwLock<Arc<State>>>,
+    trouble: Arc<RwLock<Option<String>>>,
     /// What a failed commit may have left in the store, as it was before; the next commit puts it
     /// back, so that a restart never mixes refused changes into acknowledged ones.
     undo: Vec<Change>,
@@ -171,6 +195,10 @@ impl Writer {
                 .store_seconds
                 .observe(begun.elapsed().as_secs_f64());
         }
+        if has_changes {
+            let trouble_opt = committed.as_ref().err().map(ToString::to_string);
+            *self.trouble.write().unwrap_or_else(PoisonError::into_inner) = trouble_opt;
+        }
         match &committed {
             Ok(()) if has_changes => {
                 self.undo.clear();
@@ -190,6 +218,7 @@ impl Writer {
                 (Err(error), Ok(_)) => Err(WriteError::Store(error.to_string())),
                 (_, outcome) => outcome,
             };
+            self.audit(&job, &current, &outcome);
             if let Ok(applied) = &outcome {
                 self.count(&job, applied);
             }
@@ -210,6 +239,24 @@ impl Writer {
             after,
             changes_of(current, &job.namespace, &applied.changed)?,
         ))
+    }
+
+    /// A line for every write, refused ones included.
+    fn audit(&self, job: &Job, before: &State, outcome: &Result<Applied, WriteError>) {
+        let after = self.published.read();
+        let after = Arc::clone(&after.unwrap_or_else(PoisonError::into_inner));
+        let shown = |state: &State| state.shown(&job.namespace, &job.command);
+        let (namespace, who) = (&job.namespace, &job.who);
+        let (subject, before) = (job.command.subject(), shown(before));
+        match outcome {
+            Ok(applied) => {
+                let (what, after) = (applied.what, shown(&after));
+                tracing::info!(target: "audit", who, namespace, subject, what, before, after);
+            }
+            Err(refused) => {
+                tracing::warn!(target: "audit", who, namespace, subject, before, %refused, "write refused");
+            }
+        }
     }
 
     fn count(&self, job: &Job, applied: &Applied) {

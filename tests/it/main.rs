@@ -1,6 +1,7 @@
 //! One binary for all integration tests; a module for each behaviour.
 
 mod bootstrap_bad_input;
+mod bootstrap_guard;
 mod bootstrap_http;
 mod bootstrap_namespaces;
 mod bootstrap_server;

@@ -93,8 +93,16 @@ impl Request {
     /// # Errors
     /// When the server cannot be reached or does not answer in HTTP.
     pub fn send_unix(&self, path: &Path) -> std::io::Result<Reply> {
-        let mut stream = UnixStream::connect(path)?;
+        let stream = UnixStream::connect(path)?;
         stream.set_read_timeout(Some(TIMEOUT))?;
+        self.send_over(stream)
+    }
+
+    /// As [`send`](Self::send), over a connection that is open, for example of TLS.
+    ///
+    /// # Errors
+    /// When the server does not answer in HTTP.
+    pub fn send_over(&self, mut stream: impl Read + Write) -> std::io::Result<Reply> {
         stream.write_all(&self.bytes("ferry"))?;
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer)?;
@@ -141,6 +149,15 @@ pub fn exchange_and_hang_up(address: SocketAddr, bytes: &[u8]) -> std::io::Resul
 }
 
 impl Reply {
+    /// The body as JSON.
+    ///
+    /// # Panics
+    /// When it is none.
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.body)
+            .unwrap_or_else(|error| panic!("{error}: {}", self.text()))
+    }
+
     /// Reads one answer from the front of some bytes, and says how many it took.
     ///
     /// # Errors

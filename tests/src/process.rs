@@ -110,6 +110,25 @@ impl BootstrapServer {
         Self::spawn(&mut command)
     }
 
+    /// As [`start`](Self::start), with the log in a file.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn start_logged(data_dir: &Path, arguments: &[&str], log: &Path) -> Self {
+        let mut command = Command::new(program("bootstrap-server"));
+        Self::command(&mut command, data_dir, arguments);
+        Self::log_to(&mut command, log);
+        Self::spawn(&mut command)
+    }
+
+    /// Sends a command's log to a file.
+    ///
+    /// # Panics
+    /// When the file cannot be made.
+    pub fn log_to(command: &mut Command, log: &Path) {
+        command.stderr(std::fs::File::create(log).expect("the log file is made"));
+    }
+
     /// Adds the usual arguments to a command that ends in the server's program.
     pub fn command(command: &mut Command, data_dir: &Path, arguments: &[&str]) {
         command
@@ -176,7 +195,9 @@ impl BootstrapServer {
     /// When there is no answer.
     pub fn try_send(&self, request: &Request) -> std::io::Result<Reply> {
         let path = request.path.as_str();
-        let is_admin = ["/", "/metrics"].contains(&path) || path.starts_with("/v1/engines");
+        let is_admin = ["/", "/metrics"].contains(&path)
+            || path.starts_with("/v1/engines")
+            || path.starts_with("/v1/health");
         request.send(if is_admin { self.admin } else { self.address() })
     }
 

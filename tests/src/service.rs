@@ -42,7 +42,16 @@ impl TransferService {
     /// # Panics
     /// When it does not become ready.
     pub fn start_in(folder: tempfile::TempDir, arguments: &[&str]) -> Self {
-        let (child, ready) = spawn_ready(&mut Self::command(folder.path(), arguments));
+        let mut command = Self::command(folder.path(), arguments);
+        Self::spawn(folder, &mut command)
+    }
+
+    /// Starts a command whose sockets lie in a folder.
+    ///
+    /// # Panics
+    /// When it does not become ready.
+    pub fn spawn(folder: tempfile::TempDir, command: &mut Command) -> Self {
+        let (child, ready) = spawn_ready(command);
         Self {
             child,
             metrics: ready[0],

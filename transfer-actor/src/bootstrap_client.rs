@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use common::wire::route::{RankAddress, RegistrationBody, RouteRegistration, TopologyReply};
+use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
 use serde::de::DeserializeOwned;
 
@@ -71,9 +72,13 @@ pub struct BootstrapClient {
     base: Url,
 }
 
+/// SGLang's variable for the token that a guarded server wants to see.
+const TOKEN_VARIABLE: &str = "SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN";
+
 impl BootstrapClient {
     /// A client of the server at `host:port`. An IPv6 host may come bare (`fd00::1:8998`: what
-    /// stands behind the last colon is the port) or in brackets. Nothing is sent yet.
+    /// stands behind the last colon is the port) or in brackets. Nothing is sent yet. It shows the
+    /// token in `SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN`, if that is set.
     ///
     /// # Errors
     /// [`BootstrapError::Refused`] with status 400 when the text is no host and port.
@@ -82,7 +87,20 @@ impl BootstrapClient {
             status: StatusCode::BAD_REQUEST.as_u16(),
             text: format!("{host_port:?} is no bootstrap server: expected host:port"),
         })?;
+        let mut headers = HeaderMap::new();
+        if let Ok(token) = std::env::var(TOKEN_VARIABLE) {
+            let shown = HeaderValue::from_str(&format!("Bearer {}", token.trim()));
+            let mut shown = shown.map_err(|_| BootstrapError::Refused {
+                status: StatusCode::UNAUTHORIZED.as_u16(),
+                text: format!(
+                    "the token in {TOKEN_VARIABLE} has characters that no header can have"
+                ),
+            })?;
+            shown.set_sensitive(true);
+            headers.insert(AUTHORIZATION, shown);
+        }
         let http = reqwest::Client::builder()
+            .default_headers(headers)
             .connect_timeout(CONNECT_TIMEOUT)
             .timeout(REQUEST_TIMEOUT)
             .redirect(reqwest::redirect::Policy::none())

@@ -161,14 +161,30 @@ pub enum Key {
 }
 
 /// Why a command was refused. Nothing changed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// The registration contradicts those of its generation.
+    #[error("{0}")]
     Inconsistent(&'static str),
     /// The instance belongs to a generation that is over.
+    #[error("{0}")]
     Retired(String),
     /// There is nothing of that name.
+    #[error("there is nothing of that name")]
     Unknown,
+}
+
+impl Command {
+    /// What it is about, in words.
+    pub fn subject(&self) -> String {
+        match self {
+            Self::PutRank(registration) => format!("rank {}", registration.id),
+            Self::PutRegistration(key, _) | Self::DeleteRegistration(key) => {
+                format!("registration {key}")
+            }
+            Self::DeleteEngine => "engine".to_owned(),
+        }
+    }
 }
 
 impl State {
@@ -188,6 +204,33 @@ impl State {
             self.namespaces.remove(namespace);
         }
         applied
+    }
+}
+
+impl State {
+    /// What there is of a command's subject, in words, for the audit log.
+    pub fn shown(&self, namespace: &str, command: &Command) -> String {
+        let Some(space) = self.namespaces.get(namespace) else {
+            return "nothing".to_owned();
+        };
+        let generation_opt = space.generation_opt.as_ref();
+        let number = generation_opt.map_or(0, |generation| generation.number);
+        let shown_opt = match command {
+            Command::PutRank(registration) => space
+                .ranks
+                .get(&registration.id)
+                .map(|rank| format!("{} in generation {number}", rank.instance())),
+            Command::PutRegistration(key, _) | Command::DeleteRegistration(key) => space
+                .registrations
+                .get(key)
+                .map(|known| format!("{} at {}", known.body.role, known.body.instance)),
+            Command::DeleteEngine => Some(format!(
+                "generation {number}, {} ranks, {} registrations",
+                space.ranks.len(),
+                space.registrations.len()
+            )),
+        };
+        shown_opt.unwrap_or_else(|| "nothing".to_owned())
     }
 }
 

@@ -350,6 +350,30 @@ fn a_second_engine_with_the_rank_of_a_live_one_is_refused() {
 }
 
 #[test]
+fn a_rank_shows_the_token_of_its_environment() {
+    const VARIABLE: &str = "SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN";
+    let tokens = tempfile::tempdir().expect("a temporary folder");
+    let file = tokens.path().join("token");
+    std::fs::write(&file, "secret\n").expect("the token is written");
+    let (server, _folder) = bootstrap(&["--auth-token-file", file.to_str().expect("a path")]);
+    let address = server.address().to_string();
+    for (token, is_right) in [("secret", true), ("wrong", false)] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let mut command = TransferService::command(folder.path(), &[]);
+        let service = TransferService::spawn(folder, command.env(VARIABLE, token));
+        let attached = SmallEngine::attach(&service, "prefill", &address);
+        assert_eq!(attached.is_ok(), is_right, "{token}");
+        if let Err(refused) = attached {
+            let message = refused.to_string();
+            assert!(
+                message.contains("401") && message.contains("token"),
+                "{message}"
+            );
+        }
+    }
+}
+
+#[test]
 fn a_bootstrap_server_that_is_absent_or_refuses_is_named() {
     let service = TransferService::start(&["--bootstrap-timeout", "1"]);
     assert_unchanged(&service, || {
