@@ -1,5 +1,6 @@
 """Ranks of SGLang's own classes, on memory of this process."""
 
+import inspect
 import itertools
 import os
 import socket
@@ -152,7 +153,8 @@ class Rank:
         context = {"host": host, "disaggregation_bootstrap_port": port, **context}
         self.context = sglshim.make_context(**context)
         mode = DisaggregationMode(mode)
-        self.manager = self.call(MoriKVManager, args, mode, sglshim.ServerArgs(), is_mla)
+        flags = sglshim.make_server_args(self.context, args.kv_cache_dtype_str)
+        self.manager = self.call(MoriKVManager, args, mode, flags, is_mla)
 
     @property
     def address(self):
@@ -167,7 +169,11 @@ class Rank:
 
     def sender(self, room):
         """Open a room on a prefill rank."""
-        return self.call(MoriKVSender, self.manager, self.address, room)
+        arguments = {"dest_tp_ranks": [self.args.engine_rank], "pp_rank": self.args.pp_rank}
+        # Releases before 0.5.22 take them, later ones do not.
+        known = inspect.signature(MoriKVSender.__init__).parameters
+        arguments = {name: value for name, value in arguments.items() if name in known}
+        return self.call(MoriKVSender, self.manager, self.address, room, **arguments)
 
     def receiver(self, room, dp_rank=0, timeout_s=20):
         """Open a room on a decode rank, once its prefill is complete."""

@@ -79,7 +79,9 @@ class Peer:
     def announce(self, room, kv, aux=None, state=None, prefix=None):
         """Say where the state must land (decode)."""
         announce = self.requests[room].send_metadata
-        self.rank.call(announce, _indices(kv), aux, _state_indices(state), prefix)
+        # Early releases know no prefix.
+        prefix = {"decode_prefix_len": prefix} if prefix else {}
+        self.rank.call(announce, _indices(kv), aux, _state_indices(state), **prefix)
         return {}
 
     def init(self, room, pages, aux=None):
@@ -179,6 +181,11 @@ class Peer:
     def fail_writes(self, reason):
         """Let every write fail; the double of MoRI only."""
         harness.cpp.Hooks.fail_opt = lambda _direction, _local, _remote: reason
+        return {}
+
+    def mend_writes(self):
+        """Let writes succeed again."""
+        harness.cpp.Hooks.fail_opt = None
         return {}
 
     def answer(self, line):

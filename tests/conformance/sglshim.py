@@ -127,6 +127,7 @@ def make_context(**changes):
             enable_kv_cache_sharding=False,
             enable_dsa_cache_layer_split=False,
             enable_cp_tp_group_sharing=False,
+            enable_dp_attention=False,
             tp_size=1,
         ),
         disagg=Fields(
@@ -171,9 +172,34 @@ def use(context):
 
 @dataclasses.dataclass
 class ServerArgs:
-    """The flags of the command line that the connections read."""
+    """The flags of the command line that the connections read; early releases read most here."""
 
+    host: str
+    disaggregation_bootstrap_port: int
+    dist_init_addr: str | None
+    nnodes: int
+    dp_size: int
+    pp_size: int
+    load_balance_method: str
+    enable_dp_attention: bool
+    kv_cache_dtype: str
     enable_pd_role_switch: bool = False
+
+
+def make_server_args(context, kv_cache_dtype):
+    """Make the flags of one rank."""
+    parallel = context.parallel
+    return ServerArgs(
+        host=context.serving.host,
+        disaggregation_bootstrap_port=context.disagg.disaggregation_bootstrap_port,
+        dist_init_addr=parallel.dist_init_addr,
+        nnodes=parallel.nnodes,
+        dp_size=parallel.dp_size,
+        pp_size=parallel.pp_size,
+        load_balance_method=parallel.load_balance_method,
+        enable_dp_attention=parallel.enable_dp_attention,
+        kv_cache_dtype=kv_cache_dtype,
+    )
 
 
 class _NullTrace:
@@ -223,13 +249,29 @@ def _replace_engine():
         **getters,
     )
     _replace("sglang.srt.server_args", ServerArgs=ServerArgs)
-    _replace("sglang.srt.distributed", path=[SGLANG / "srt/distributed"])
+    groups = {
+        "get_pp_group": lambda: current().parallel.pp_group,
+        "get_world_group": lambda: current().parallel.world_group,
+    }
+    _replace("sglang.srt.distributed", path=[SGLANG / "srt/distributed"], **groups)
     _replace("sglang.srt.distributed.parallel_state", GroupCoordinator=_Any)
     _replace("sglang.srt.configs", path=[SGLANG / "srt/configs"])
     _replace(
         "sglang.srt.configs.model_config",
+        get_dsa_index_topk=lambda _config: 0,
         get_dsa_mtp_topk_width=lambda _config: 0,
         is_deepseek_dsa=lambda _config: False,
+    )
+    sizes = [f"attn_{group}_{what}" for group in ("tp", "cp", "dp") for what in ("size", "rank")]
+    _replace("sglang.srt.layers", path=[])
+    _replace(
+        "sglang.srt.layers.dp_attention",
+        **{
+            f"get_{name.replace('attn', 'attention')}": lambda name=name: getattr(
+                current().parallel, name
+            )
+            for name in sizes
+        },
     )
     shard_group = {"get_kv_shard_group": lambda _is_mla: current().shard_group}
     _replace("sglang.srt.mem_cache.page_interleave", **shard_group)
@@ -265,7 +307,7 @@ def install():
     importlib.import_module("sglang.srt.environ")
     lifted = _lift_functions(SGLANG / "srt/utils/common.py", LIFTED)
     streams = {"create_device_stream": None, "device_stream_context": None}
-    is_npu = {"is_npu": lambda: False}
-    _replace("sglang.srt.utils", path=[SGLANG / "srt/utils"], **is_npu, **streams, **lifted)
+    devices = {"is_npu": lambda: False, "is_hip": lambda: False}
+    _replace("sglang.srt.utils", path=[SGLANG / "srt/utils"], **devices, **streams, **lifted)
     _replace("sglang.srt.utils.common", **lifted)
     _replace_engine()

@@ -5,6 +5,7 @@ mod bootstrap_guard;
 mod bootstrap_http;
 mod bootstrap_namespaces;
 mod bootstrap_server;
+mod conformance;
 mod dashboards;
 mod demo;
 mod durability;

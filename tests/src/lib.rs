@@ -8,3 +8,4 @@ pub mod http;
 pub mod process;
 pub mod registrations;
 pub mod service;
+pub mod sglang;

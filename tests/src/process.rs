@@ -129,10 +129,13 @@ impl BootstrapServer {
         command.stderr(std::fs::File::create(log).expect("the log file is made"));
     }
 
-    /// Adds the usual arguments to a command that ends in the server's program.
+    /// Adds the usual arguments to a command that ends in the server's program. A `--listen` of the
+    /// caller replaces the usual one.
     pub fn command(command: &mut Command, data_dir: &Path, arguments: &[&str]) {
+        if !arguments.contains(&"--listen") {
+            command.args(["--listen", "127.0.0.1:0"]);
+        }
         command
-            .args(["--listen", "127.0.0.1:0"])
             .args(["--admin-listen", "127.0.0.1:0", "--data-dir"])
             .arg(data_dir)
             .args(arguments)

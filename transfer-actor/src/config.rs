@@ -98,6 +98,24 @@ pub struct ServeConfig {
         default_value_t = 300
     )]
     pub transfer_timeout: u64,
+    /// Seconds between two looks at whether the prefill ranks of a decode's open rooms are there.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL",
+        default_value_t = 5.0,
+        value_parser = parse_interval
+    )]
+    pub heartbeat_interval: f64,
+    /// How many looks in a row may find nobody before a prefill rank counts as gone.
+    #[arg(
+        long,
+        value_name = "COUNT",
+        env = "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE",
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    pub heartbeat_misses: u32,
     /// Seconds that sending a control message may take.
     #[arg(
         long,
@@ -121,6 +139,8 @@ impl ServeConfig {
             bootstrap: Duration::from_secs(self.bootstrap_timeout),
             waiting: Duration::from_secs(self.waiting_timeout),
             transfer: Duration::from_secs(self.transfer_timeout),
+            heartbeat: Duration::from_secs_f64(self.heartbeat_interval),
+            heartbeat_misses: self.heartbeat_misses,
             ..Timeouts::default()
         }
     }
@@ -134,6 +154,14 @@ impl ServeConfig {
             ..PushOptions::default()
         }
     }
+}
+
+/// SGLang's is a float; a day is longer than anybody waits.
+fn parse_interval(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok();
+    seconds
+        .filter(|seconds| (0.1..=86_400.0).contains(seconds))
+        .ok_or_else(|| format!("{text:?} is no number of seconds from 0.1 to 86400"))
 }
 
 fn parse_ports(text: &str) -> Result<RangeInclusive<u16>, String> {

@@ -5,6 +5,7 @@
 
 mod actor;
 pub mod core;
+mod heartbeats;
 mod sessions;
 mod start;
 #[cfg(test)]

@@ -24,6 +24,7 @@ use crate::rank::core::{
     ComponentKey, ComponentOutcome, ComponentReport, Effect, Event, PeerLink, RankCore,
     unknown_room,
 };
+use crate::rank::heartbeats::{Heartbeats, probe};
 use crate::rank::sessions::Sessions;
 use crate::rank::start::{Resolver, publish_registration};
 use crate::rank::{RankBuffers, RankConfig};
@@ -53,6 +54,7 @@ pub(crate) struct RankActor {
     pub(super) register_opt: Option<Register>,
     pub(super) control: Endpoint,
     sessions: Sessions,
+    heartbeats: Heartbeats,
     pub(super) components: HashMap<ComponentKey, Addr<ComponentActor>>,
     pub(super) published: std::collections::HashSet<String>,
     pub(super) last_census: [usize; 5],
@@ -89,6 +91,7 @@ impl RankActor {
             register_opt,
             control,
             sessions: Sessions::default(),
+            heartbeats: Heartbeats::default(),
             components: HashMap::new(),
             published: std::collections::HashSet::new(),
             last_census: [0; 5],
@@ -261,6 +264,26 @@ impl RankActor {
         self.apply_quietly(Event::Component(ComponentReport { key, outcome }), context);
     }
 
+    /// Looks for the peers whose end must be noticed.
+    fn look_for_peers(&mut self, context: &mut Context<Self>) {
+        let core = &self.core;
+        let interval = self.config.timeouts.heartbeat;
+        let due = self
+            .heartbeats
+            .due(interval, Instant::now(), || core.watched());
+        for endpoint in due {
+            let probed = wrap_future(probe(endpoint.clone()));
+            context.spawn(probed.map(move |found, actor: &mut Self, context| {
+                let misses = actor.config.timeouts.heartbeat_misses;
+                let Some(reason) = actor.heartbeats.seen(&endpoint, found, misses) else {
+                    return;
+                };
+                tracing::info!(%endpoint, reason, "a prefill rank is gone");
+                actor.apply_quietly(Event::PeerLost { endpoint, reason }, context);
+            }));
+        }
+    }
+
     fn write_aux(&mut self, room: Room, buffer_index: u32, row: u32, data: &[u8]) {
         let index = buffer_index as usize;
         let layout = self.buffers.layout.aux.get(index);
@@ -329,6 +352,7 @@ impl Actor for RankActor {
         self.metrics.ranks.with_label_values(&[self.role()]).inc();
         context.run_interval(TICK, |actor, context| {
             actor.apply_quietly(Event::Tick, context);
+            actor.look_for_peers(context);
             actor.update_gauges();
             let now = Instant::now();
             let overdue = actor

@@ -68,6 +68,13 @@ pub enum Event {
         /// Why.
         reason: String,
     },
+    /// A peer is not there any more.
+    PeerLost {
+        /// Its control socket.
+        endpoint: Endpoint,
+        /// What a look at it found.
+        reason: String,
+    },
     /// Time has passed.
     Tick,
     /// The rank is about to end; every open room fails with this reason.
@@ -187,6 +194,15 @@ pub struct ResolvedPrefill {
     pub targets: Vec<PrefillTarget>,
     /// `early` or `prefill_complete`.
     pub decode_allocation_policy: String,
+}
+
+impl ResolvedPrefill {
+    /// Whether one of its ranks has this control socket.
+    pub(crate) fn has_rank_at(&self, endpoint: &Endpoint) -> bool {
+        self.targets
+            .iter()
+            .any(|target| target.endpoint == *endpoint)
+    }
 }
 
 /// One rank of a prefill engine.

@@ -14,9 +14,10 @@ mod replaced_prefill_tests;
 mod tests;
 mod tombstones;
 
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use common::ids::Room;
+use common::ids::{Endpoint, Room};
 
 use crate::api::{RoomStatus, RoomView};
 use crate::error::ApiError;
@@ -39,6 +40,10 @@ pub struct Timeouts {
     pub retention: Duration,
     /// A tombstone.
     pub tombstone: Duration,
+    /// Between two looks at whether the prefill ranks of open rooms are still there (decode).
+    pub heartbeat: Duration,
+    /// How many looks in a row may find nobody before a prefill rank counts as gone.
+    pub heartbeat_misses: u32,
 }
 
 impl Default for Timeouts {
@@ -49,6 +54,8 @@ impl Default for Timeouts {
             transfer: Duration::from_secs(300),
             retention: Duration::from_secs(600),
             tombstone: Duration::from_secs(600),
+            heartbeat: Duration::from_secs(5),
+            heartbeat_misses: 2,
         }
     }
 }
@@ -112,6 +119,14 @@ impl RankCore {
         match self {
             Self::Prefill(core) => core.pending_work(),
             Self::Decode(_) => 0,
+        }
+    }
+
+    /// Peers whose end must be noticed: the prefill ranks of a decode's open rooms.
+    pub fn watched(&self) -> HashSet<Endpoint> {
+        match self {
+            Self::Prefill(_) => HashSet::new(),
+            Self::Decode(core) => core.watched(),
         }
     }
 

@@ -82,6 +82,35 @@ impl DecodeCore {
         }
     }
 
+    /// What is known of this prefill may be old: it is asked for again by the next room.
+    fn forget_prefill(&mut self, rank: &Endpoint) {
+        self.registered.remove(rank);
+        self.prefills
+            .retain(|_, prefill| !prefill.has_rank_at(rank));
+    }
+
+    /// A prefill rank is gone: nothing more comes for the rooms that wait for it.
+    pub(super) fn peer_lost(
+        &mut self,
+        endpoint: &Endpoint,
+        reason: &str,
+        now: Instant,
+    ) -> Vec<Effect> {
+        self.forget_prefill(endpoint);
+        let waiting = self.rooms.iter().filter(|(_, state)| {
+            let prefill = state.prefill_opt.as_ref();
+            !state.poll.is_terminal()
+                && prefill.is_some_and(|prefill| prefill.has_rank_at(endpoint))
+        });
+        let waiting: Vec<Room> = waiting.map(|(room, _)| *room).collect();
+        let reason = format!("prefill rank {endpoint} is gone: {reason}");
+        let mut effects = Vec::new();
+        for room in waiting {
+            self.fail(room, &reason, now, &mut effects);
+        }
+        effects
+    }
+
     pub(super) fn send_failed(
         &mut self,
         to: &Endpoint,
@@ -90,10 +119,7 @@ impl DecodeCore {
         reason: &str,
         now: Instant,
     ) -> Vec<Effect> {
-        // What is known of this prefill may be old: it is asked for again by the next room.
-        self.registered.remove(to);
-        self.prefills
-            .retain(|_, prefill| !prefill.targets.iter().any(|target| target.endpoint == *to));
+        self.forget_prefill(to);
         let mut effects = Vec::new();
         let Some((room, generation)) = about_opt else {
             return effects;
@@ -106,8 +132,7 @@ impl DecodeCore {
             return effects;
         };
         let prefill = state.prefill_opt.as_ref();
-        let is_its_own = |target: &PrefillTarget| target.endpoint == *to;
-        if !prefill.is_some_and(|prefill| prefill.targets.iter().any(is_its_own)) {
+        if !prefill.is_some_and(|prefill| prefill.has_rank_at(to)) {
             // An address that the room has given up.
             return effects;
         }

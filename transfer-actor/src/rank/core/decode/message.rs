@@ -94,10 +94,12 @@ impl DecodeCore {
     }
 
     fn aux_data(&mut self, aux: AuxData) -> Vec<Effect> {
+        // 0.5.23 sends aux and STATUS over different sockets, so that a row may come behind Success.
+        // It belongs to the room until the engine clears it.
         let state = self
             .rooms
             .get(&aux.room)
-            .filter(|state| !state.poll.is_terminal() && state.is_published);
+            .filter(|state| state.poll != KvPoll::Failed && state.is_published);
         let expected = state
             .and_then(|state| state.announcement_opt.as_ref())
             .is_some_and(|announcement| announcement.aux_index_opt == Some(aux.aux_index));

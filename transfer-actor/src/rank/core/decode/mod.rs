@@ -106,6 +106,9 @@ impl DecodeCore {
                 kind,
                 reason,
             } => Reaction::done(self.send_failed(&to, about_opt, kind, &reason, now)),
+            Event::PeerLost { endpoint, reason } => {
+                Reaction::done(self.peer_lost(&endpoint, &reason, now))
+            }
             Event::Tick => Reaction::done(self.tick(now)),
             Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
             Event::Chunk { .. } => Reaction::refused(wrong_role("sending a chunk", "prefill")),
@@ -145,6 +148,17 @@ impl DecodeCore {
         let mut registered: Vec<String> = self.registered.iter().map(Endpoint::to_string).collect();
         registered.sort();
         registered
+    }
+
+    /// The prefill ranks that may still write for open rooms.
+    pub(super) fn watched(&self) -> HashSet<Endpoint> {
+        let open = self
+            .rooms
+            .values()
+            .filter(|state| !state.poll.is_terminal());
+        let prefills = open.filter_map(|state| state.prefill_opt.as_ref());
+        let targets = prefills.flat_map(|prefill| &prefill.targets);
+        targets.map(|target| target.endpoint.clone()).collect()
     }
 
     fn open(&mut self, command: OpenCommand, now: Instant) -> Result<Vec<Effect>, ApiError> {

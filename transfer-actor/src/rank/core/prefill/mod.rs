@@ -110,7 +110,7 @@ impl PrefillCore {
             Event::Abort { room, reason } => Reaction::of(self.abort(room, &reason, now)),
             Event::Clear { room } => Reaction::of(self.clear(room, now)),
             Event::Component(report) => Reaction::done(self.report(report, now)),
-            Event::SendFailed { .. } => Reaction::default(),
+            Event::SendFailed { .. } | Event::PeerLost { .. } => Reaction::default(),
             Event::Tick => Reaction::done(self.tick(now)),
             Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
             Event::Announce { .. } => Reaction::refused(wrong_role("announce", "decode")),

@@ -43,6 +43,8 @@ const TIMEOUTS: Timeouts = Timeouts {
     transfer: Duration::from_secs(30),
     retention: Duration::from_secs(60),
     tombstone: Duration::from_secs(90),
+    heartbeat: Duration::from_secs(5),
+    heartbeat_misses: 2,
 };
 
 fn room(number: u64) -> Room {
