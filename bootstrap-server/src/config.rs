@@ -11,11 +11,15 @@ use ipnet::IpNet;
 const DEFAULT_LISTEN: &str = "0.0.0.0:8998";
 const DEFAULT_ADMIN_LISTEN: &str = "127.0.0.1:8997";
 const DEFAULT_NAMESPACE: &str = "default";
+/// What the line that says ready calls the admin port.
+const ADMIN_NAME: &str = "admin";
 const MAX_NAMESPACE_BYTES: usize = 128;
 const DEFAULT_DATA_DIR: &str = "ferry-bootstrap-data";
 /// SGLang's server forgets after 120 s, while requests wait up to 300 s.
 const DEFAULT_ROOM_SECONDS: u64 = 600;
-const DEFAULT_MAX_CONNECTIONS: usize = 20_000;
+const DEFAULT_MAX_CONNECTIONS: usize = 32_768;
+/// Half, so that one peer alone cannot keep all others out.
+const DEFAULT_MAX_CONNECTIONS_PER_PEER: usize = DEFAULT_MAX_CONNECTIONS / 2;
 const DEFAULT_MAX_ROOMS: usize = 1_000_000;
 const DEFAULT_PROBE_INTERVAL: u64 = 5;
 const DEFAULT_PROBE_MISSES: u32 = 3;
@@ -26,7 +30,7 @@ const DEFAULT_SETTLE_SECONDS: u64 = 15;
 #[command(version)]
 pub struct Config {
     /// Address that an engine's ranks and its decodes reach, and the engine's name, for example
-    /// [::]:8999=prefill-b; may be given again for each engine. The name is `default` when it is
+    /// `[::]:8999=prefill-b`; may be given again for each engine. The name is `default` when it is
     /// left out. Port 0 takes a free one and prints it. With https:// before it the port speaks
     /// TLS, which a stock SGLang does not.
     #[arg(
@@ -46,13 +50,14 @@ pub struct Config {
         default_value = DEFAULT_ADMIN_LISTEN
     )]
     pub admin_listen: Address,
-    /// File with the token that ranks show to register (Authorization: Bearer TOKEN); read again
-    /// when it changes. SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN may hold the token itself. What
-    /// stock decodes read stays open.
+    /// File with the tokens of which ranks show one to register (Authorization: Bearer TOKEN): one
+    /// a line, with a name before it where one is wanted; read again when it changes.
+    /// SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN may hold the token itself. What stock decodes
+    /// read stays open.
     #[arg(long, value_name = "FILE", env = "FERRY_BOOTSTRAP_AUTH_TOKEN_FILE")]
     pub auth_token_file: Option<PathBuf>,
-    /// File with the token that operators show to the admin API; read again when it changes.
-    /// Without it the ranks' token, if there is one, guards the admin API too.
+    /// File with the tokens of which operators show one to the admin API, written and read again
+    /// in the same way. Without it the ranks' tokens, if there are any, guard the admin API too.
     #[arg(long, value_name = "FILE", env = "FERRY_BOOTSTRAP_ADMIN_TOKEN_FILE")]
     pub admin_token_file: Option<PathBuf>,
     /// Lets the admin port be reached from other hosts although no token guards it.
@@ -82,7 +87,8 @@ pub struct Config {
         env = "FERRY_BOOTSTRAP_TLS_CLIENT_CA"
     )]
     pub tls_client_ca: Option<PathBuf>,
-    /// Requests a second of one peer address at most, and as many at once; 0 is no limit.
+    /// Requests a second of one peer address (of IPv6: one /64) at most, and as many at once; more
+    /// are answered 429. 0 is no limit.
     #[arg(
         long,
         value_name = "NUMBER",
@@ -90,7 +96,8 @@ pub struct Config {
         default_value_t = 0
     )]
     pub max_requests_per_peer: u32,
-    /// Connections of all engines' ports together at most; the admin port has as many of its own.
+    /// Connections of all engines' ports together at most; more are closed at once. The admin port
+    /// has its own.
     #[arg(
         long,
         value_name = "NUMBER",
@@ -98,6 +105,14 @@ pub struct Config {
         default_value_t = DEFAULT_MAX_CONNECTIONS
     )]
     pub max_connections: usize,
+    /// Of these, connections of one peer address at most.
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        env = "FERRY_BOOTSTRAP_MAX_CONNECTIONS_PER_PEER",
+        default_value_t = DEFAULT_MAX_CONNECTIONS_PER_PEER
+    )]
+    pub max_connections_per_peer: usize,
     /// Folder of the registrations; one server uses it at a time.
     #[arg(long, value_name = "DIR", env = "FERRY_BOOTSTRAP_DATA_DIR", default_value = DEFAULT_DATA_DIR)]
     pub data_dir: PathBuf,
@@ -238,6 +253,11 @@ impl FromStr for Listen {
                 "the name {namespace:?} must be 1 to {MAX_NAMESPACE_BYTES} letters, digits, dots, dashes or underscores"
             ));
         }
+        if namespace == ADMIN_NAME {
+            return Err(format!(
+                "an engine cannot be named {ADMIN_NAME}: that is the admin port's name"
+            ));
+        }
         Ok(Self {
             at: address.parse()?,
             namespace: namespace.to_owned(),
@@ -258,7 +278,15 @@ impl Config {
                 "{at} is to speak TLS; give --tls-cert and --tls-key"
             ));
         }
+        let is_same =
+            |one: Address, other: Address| one.address == other.address && one.address.port() != 0;
         for (at, listen) in self.listen.iter().enumerate() {
+            if is_same(listen.at, self.admin_listen) {
+                return Err(format!(
+                    "--listen {} of {} is also --admin-listen; the admin API has a port of its own",
+                    listen.at, listen.namespace
+                ));
+            }
             let others = self.listen.iter().skip(at + 1);
             for other in others {
                 if other.namespace == listen.namespace {
@@ -267,8 +295,7 @@ impl Config {
                         listen.at, other.at, listen.namespace
                     ));
                 }
-                let address = listen.at.address;
-                if other.at.address == address && address.port() != 0 {
+                if is_same(other.at, listen.at) {
                     return Err(format!(
                         "--listen {} is given for both {} and {}; each engine has a port of its own",
                         listen.at, listen.namespace, other.namespace
@@ -313,7 +340,15 @@ mod tests {
         assert!(parsed(&["--listen", "0.0.0.0:1", "--listen", "[::]:2"]).is_err());
         assert!(parsed(&["--listen", "0.0.0.0:1=a", "--listen", "0.0.0.0:1=b"]).is_err());
         assert!(parsed(&["--listen", "127.0.0.1:0=a", "--listen", "127.0.0.1:0=b"]).is_ok());
-        for bad in ["0.0.0.0:1=", "0.0.0.0:1=a b", "0.0.0.0", "host:1=a"] {
+        let admin = ["--listen", "127.0.0.1:1", "--admin-listen", "127.0.0.1:1"];
+        assert!(parsed(&admin).is_err());
+        for bad in [
+            "0.0.0.0:1=",
+            "0.0.0.0:1=a b",
+            "0.0.0.0:1=admin",
+            "0.0.0.0",
+            "host:1=a",
+        ] {
             assert!(Listen::from_str(bad).is_err(), "{bad}");
         }
     }

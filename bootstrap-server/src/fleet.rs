@@ -1,8 +1,6 @@
 //! What the process shares, and what belongs to one listening port.
 
-use std::collections::HashMap;
 use std::future::{Ready, ready};
-use std::net::SocketAddr;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -14,6 +12,7 @@ use actix_web::{Error, FromRequest, HttpRequest};
 use crate::config::{Config, ProbeReadiness};
 use crate::error::ApiError;
 use crate::guard::Guard;
+use crate::listener::{Connection, Connections};
 use crate::metrics::Metrics;
 use crate::probe::{Place, Probes};
 use crate::registry::{Namespace, RankId};
@@ -33,7 +32,9 @@ pub struct Fleet {
     pub guard: Guard,
     /// Counters.
     pub metrics: Metrics,
-    ports: HashMap<SocketAddr, Arc<Port>>,
+    /// Those of engines' ports.
+    pub(crate) connections: Connections,
+    ports: Vec<Arc<Port>>,
 }
 
 /// One listening port, which serves one engine: a namespace.
@@ -52,32 +53,33 @@ impl Port {
 }
 
 impl Fleet {
-    /// Joins the parts. `ports` are the bound addresses and their engines' names.
-    pub fn new(
+    /// Joins the parts. There is a port for each that the configuration names, in its order.
+    pub(crate) fn new(
         config: Config,
-        ports: impl IntoIterator<Item = (SocketAddr, String)>,
         registrations: Registrations,
         guard: Guard,
+        connections: Connections,
         metrics: Metrics,
     ) -> Self {
-        let port = |(address, namespace)| {
+        let ports = config.listen.iter().map(|listen| {
             let rooms = Mutex::new(Rooms::new(config.max_rooms, config.room_lifetime()));
-            (address, Arc::new(Port { namespace, rooms }))
-        };
-        let ports = ports.into_iter().map(port).collect();
+            let namespace = listen.namespace.clone();
+            Arc::new(Port { namespace, rooms })
+        });
         Self {
+            ports: ports.collect(),
             probes: Probes::new(config.allow_rank_cidr.clone()),
             config,
             registrations,
             guard,
+            connections,
             metrics,
-            ports,
         }
     }
 
-    /// The ports, in no order.
-    pub fn ports(&self) -> impl Iterator<Item = &Port> {
-        self.ports.values().map(|port| &**port)
+    /// The engines' ports, in the order of the configuration.
+    pub fn ports(&self) -> &[Arc<Port>] {
+        &self.ports
     }
 
     /// What the last probes found of each rank: whether it answers, or nothing yet.
@@ -114,6 +116,8 @@ impl Fleet {
 
     /// Sets the gauges; they are read only then.
     pub(crate) fn update_gauges(&self) {
+        let connections = i64::try_from(self.connections.number()).unwrap_or(i64::MAX);
+        self.metrics.connections.set(connections);
         let state = self.registrations.state();
         for (namespace, space) in &state.namespaces {
             self.update_engine_gauges(namespace, space);
@@ -193,7 +197,7 @@ impl FromRequest for ByPort {
     fn from_request(request: &HttpRequest, _: &mut Payload) -> Self::Future {
         let fleet_opt = request.app_data::<Data<Fleet>>();
         let found = fleet_opt.and_then(|fleet| {
-            let port = fleet.ports.get(&request.app_config().local_addr())?;
+            let port = request.conn_data::<Connection>()?.port_opt.as_ref()?;
             Some(Self {
                 fleet: fleet.clone(),
                 port: Arc::clone(port),

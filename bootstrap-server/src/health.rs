@@ -39,6 +39,7 @@ async fn ready(fleet: Data<Fleet>) -> HttpResponse {
     HttpResponse::build(status).json(json!({
         "ready": problems.is_empty(),
         "problems": problems,
+        "warnings": fleet.guard.troubles(),
         "engines": engines.collect::<Vec<_>>(),
     }))
 }

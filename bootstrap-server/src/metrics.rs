@@ -2,8 +2,10 @@
 
 use common::metrics as names;
 use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounterVec, IntGaugeVec, Opts, Registry,
+    Histogram, HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
 };
+
+use crate::listener::REFUSED;
 
 /// The counters; clones share them.
 #[derive(Clone, Debug)]
@@ -12,6 +14,8 @@ pub struct Metrics {
     pub registry: Registry,
     pub requests: IntCounterVec,
     pub request_seconds: HistogramVec,
+    pub connections: IntGauge,
+    pub connections_refused: IntCounterVec,
     pub ranks: IntGaugeVec,
     pub ranks_expected: IntGaugeVec,
     pub generation: IntGaugeVec,
@@ -54,6 +58,19 @@ impl Metrics {
             "time to make one group of changes durable",
         ))?;
         registry.register(Box::new(store_seconds.clone()))?;
+        let connections = IntGauge::new(
+            names::BOOTSTRAP_CONNECTIONS,
+            "open connections of engines' ports",
+        )?;
+        registry.register(Box::new(connections.clone()))?;
+        let connections_refused = counter(
+            names::BOOTSTRAP_CONNECTIONS_REFUSED,
+            "connections that were closed before any request",
+            &[names::LABEL_REASON],
+        )?;
+        for reason in REFUSED {
+            connections_refused.with_label_values(&[reason]).inc_by(0);
+        }
         let namespace = [names::LABEL_NAMESPACE];
         Ok(Self {
             requests: counter(
@@ -62,6 +79,8 @@ impl Metrics {
                 &[names::LABEL_ROUTE, names::LABEL_CODE],
             )?,
             request_seconds,
+            connections,
+            connections_refused,
             ranks: gauge(
                 names::BOOTSTRAP_RANKS,
                 "registered prefill ranks",

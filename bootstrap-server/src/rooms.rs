@@ -25,14 +25,15 @@ impl Rooms {
         }
     }
 
-    /// Binds a room. The oldest leaves when there is no space.
-    pub fn put(&mut self, room: u64, dp_rank: u32, now: Instant) {
+    /// Binds a room, and returns what it was bound to. The oldest leaves when there is no space.
+    pub fn put(&mut self, room: u64, dp_rank: u32, now: Instant) -> Option<u32> {
         self.expire(now);
-        self.ranks.insert(room, (now, dp_rank));
+        let before = self.ranks.insert(room, (now, dp_rank));
         self.order.push_back((now, room));
         while self.ranks.len() > self.capacity {
             self.evicted += u64::from(self.drop_oldest());
         }
+        before.map(|(_, dp_rank)| dp_rank)
     }
 
     /// The rank that a room is bound to.

@@ -7,11 +7,13 @@ use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::{StatusCode, Version, header};
 use actix_web::middleware::Next;
 use actix_web::web::{self, Data};
-use actix_web::{Error, HttpResponse};
+use actix_web::{Error, HttpMessage, HttpResponse};
 use common::metrics as names;
 use prometheus::{Encoder, TextEncoder};
 
 use crate::fleet::Fleet;
+use crate::guard::audit::{Attempt, Reason};
+use crate::guard::{Refusal, Who};
 use crate::{admin, health, page, sglang};
 
 /// Bytes of one body at most, as SGLang's server.
@@ -60,7 +62,23 @@ async fn metrics(fleet: Data<Fleet>) -> HttpResponse {
     }
 }
 
-/// Refuses what breaks HTTP's own rules, counts and times the rest.
+/// What breaks HTTP's own rules or our limits.
+fn broken_rule(request: &ServiceRequest) -> Result<(), Refusal> {
+    let no_host =
+        request.version() == Version::HTTP_11 && !request.headers().contains_key(header::HOST);
+    let too_long = request
+        .headers()
+        .iter()
+        .any(|(name, value)| name.as_str().len() + value.len() > MAX_HEADER_BYTES);
+    match (no_host, too_long) {
+        (true, _) => Err(Refusal::broken("Missing 'Host' header in request.")),
+        (_, true) => Err(Refusal::broken("a header field is longer than 8190 bytes")),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses what must get no further, counts and times the rest, and tells the audit log of every
+/// write that was refused.
 ///
 /// # Errors
 /// As the handlers.
@@ -70,41 +88,41 @@ pub async fn around(
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, Error> {
     let begun = Instant::now();
-    let no_host =
-        request.version() == Version::HTTP_11 && !request.headers().contains_key(header::HOST);
-    let too_long = request
-        .headers()
-        .iter()
-        .any(|(name, value)| name.as_str().len() + value.len() > MAX_HEADER_BYTES);
-    let refusal = match (no_host, too_long) {
-        (true, _) => Some("Missing 'Host' header in request."),
-        (_, true) => Some("a header field is longer than 8190 bytes"),
-        _ => None,
-    };
-    let response = match refusal {
-        Some(reason) => {
-            let refused = sglang::text(StatusCode::BAD_REQUEST, reason);
+    let attempt_opt = Attempt::of(&request);
+    let admitted = broken_rule(&request).and_then(|()| fleet.guard.admit(&request));
+    let who_opt = attempt_opt.as_ref().map(|_| Who::of(request.request()));
+    let response = match admitted {
+        Err(refusal) => {
+            let refused = refusal.response(&request);
             request.into_response(refused).map_into_right_body()
         }
-        None => match tokio::time::timeout(REQUEST_TIMEOUT, next.call(request)).await {
+        Ok(()) => match tokio::time::timeout(REQUEST_TIMEOUT, next.call(request)).await {
             Ok(answered) => answered?.map_into_left_body(),
             Err(_) => {
                 let labels = [names::COMPONENT_UNKNOWN, "408"];
                 fleet.metrics.requests.with_label_values(&labels).inc();
                 let reason = "the request did not arrive and end in time";
+                if let (Some(attempt), Some(who)) = (attempt_opt, who_opt) {
+                    attempt.refused(&who, StatusCode::REQUEST_TIMEOUT, reason);
+                }
                 return Err(actix_web::error::ErrorRequestTimeout(reason));
             }
         },
     };
+    let status = response.status();
+    if let (Some(attempt), Some(who)) = (attempt_opt, who_opt)
+        && !status.is_success()
+    {
+        attempt.refused(&who, status, &reason_of(&response));
+    }
     let route = response
         .request()
         .match_pattern()
         .unwrap_or_else(|| names::COMPONENT_UNKNOWN.to_owned());
-    let code = response.status().as_u16().to_string();
     fleet
         .metrics
         .requests
-        .with_label_values(&[route.as_str(), code.as_str()])
+        .with_label_values(&[route.as_str(), status.as_str()])
         .inc();
     let seconds = fleet
         .metrics
@@ -112,4 +130,14 @@ pub async fn around(
         .with_label_values(&[route.as_str()]);
     seconds.observe(begun.elapsed().as_secs_f64());
     Ok(response)
+}
+
+/// Why a request was refused: what its handler left, or the error that it returned.
+fn reason_of<B>(response: &ServiceResponse<B>) -> String {
+    let left_opt = response.request().extensions_mut().remove::<Reason>();
+    let error_opt = response.response().error();
+    left_opt
+        .map(|left| left.0)
+        .or_else(|| error_opt.map(ToString::to_string))
+        .unwrap_or_default()
 }

@@ -1,61 +1,64 @@
 //! The server itself: its ports, its probes, its end. A program or a thread of another runs it.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use actix_web::middleware::from_fn;
 use actix_web::web::Data;
-use actix_web::{App, HttpServer};
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::config::{Address, Config};
 use crate::error::ServeError;
 use crate::fleet::Fleet;
-use crate::guard::{self, Guard, PortKind};
+use crate::guard::Guard;
+use crate::listener::{Bound, Connections, Listening};
 use crate::metrics::Metrics;
 use crate::routes;
 use crate::store::{MemoryStore, SledStore, Store};
-use crate::tls::{self, Tls};
 use crate::writer::Registrations;
 
 /// For all engines' ports together: handlers never block.
 const WORKERS: usize = 2;
 /// For the admin port, so that a slow operator holds up no engine.
 const ADMIN_WORKERS: usize = 1;
-/// Time for a client to send its request's head.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-const SHUTDOWN_SECONDS: u64 = 1;
+/// Of the admin port, however many the engines' ports have.
+const ADMIN_CONNECTIONS: usize = 512;
+/// Open files that are no connections of engines' ports: listening sockets, the store, probes.
+const OTHER_FILES: u64 = 2048;
 /// How often files of tokens and certificates are looked at.
 const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A server whose ports are bound and whose registrations are loaded.
 #[derive(Debug)]
 pub struct Server {
-    engines: Vec<(Bound, String)>,
+    engines: Vec<Bound>,
     admin: Bound,
-    tls_opt: Option<Tls>,
     fleet: Data<Fleet>,
 }
 
-/// A port that nobody else can take any more.
-#[derive(Debug)]
-struct Bound {
-    listener: TcpListener,
-    address: SocketAddr,
-    is_tls: bool,
+fn bind(at: Address) -> Result<Bound, ServeError> {
+    let address = at.address;
+    Bound::new(at).map_err(|source| ServeError::Bind { address, source })
 }
 
-impl Bound {
-    fn new(at: Address) -> Result<Self, ServeError> {
-        let bound = TcpListener::bind(at.address).and_then(|listener| {
-            Ok(Self {
-                address: listener.local_addr()?,
-                listener,
-                is_tls: at.is_tls,
-            })
-        });
-        let address = at.address;
-        bound.map_err(|source| ServeError::Bind { address, source })
+/// Each connection is an open file. Takes as many files as the system gives, and says how many
+/// connections that allows.
+fn connections_at_most(wanted: usize) -> usize {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // If it cannot be changed, what it is counts.
+    let _ = setrlimit(Resource::Nofile, limit);
+    let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let possible = usize::try_from(files.saturating_sub(OTHER_FILES)).unwrap_or(usize::MAX);
+    if possible < wanted {
+        tracing::info!(
+            files,
+            wanted,
+            possible,
+            "the limit of open files allows fewer connections than --max-connections"
+        );
     }
+    wanted.min(possible).max(1)
 }
 
 impl Server {
@@ -66,19 +69,9 @@ impl Server {
     pub fn bind(config: Config) -> Result<Self, ServeError> {
         config.check().map_err(ServeError::Config)?;
         let guard = Guard::new(&config).map_err(ServeError::Config)?;
-        let tls_opt = match (&config.tls_cert, &config.tls_key) {
-            (Some(certificate), Some(key)) => {
-                let tls = Tls::load(certificate, key, config.tls_client_ca.as_deref());
-                Some(tls.map_err(ServeError::Config)?)
-            }
-            _ => None,
-        };
-        let engines = config
-            .listen
-            .iter()
-            .map(|listen| Ok((Bound::new(listen.at)?, listen.namespace.clone())));
-        let engines: Vec<_> = engines.collect::<Result<_, ServeError>>()?;
-        let admin = Bound::new(config.admin_listen)?;
+        let engines = config.listen.iter().map(|listen| bind(listen.at));
+        let engines: Vec<Bound> = engines.collect::<Result<_, ServeError>>()?;
+        let admin = bind(config.admin_listen)?;
         let store: Box<dyn Store> = if config.ephemeral {
             Box::new(MemoryStore::default())
         } else {
@@ -86,23 +79,22 @@ impl Server {
         };
         let metrics = Metrics::new().map_err(|error| ServeError::Metrics(error.to_string()))?;
         let registrations = Registrations::start(store, metrics.clone())?;
-        let ports = engines
-            .iter()
-            .map(|(port, namespace)| (port.address, namespace.clone()));
-        let fleet = Fleet::new(config, ports, registrations, guard, metrics);
+        let connections = Connections::new(
+            connections_at_most(config.max_connections),
+            config.max_connections_per_peer,
+        );
+        let fleet = Fleet::new(config, registrations, guard, connections, metrics);
         Ok(Self {
             engines,
             admin,
-            tls_opt,
             fleet: Data::new(fleet),
         })
     }
 
     /// The engines' ports by name, in the order of the configuration.
     pub fn engines(&self) -> impl Iterator<Item = (&str, SocketAddr)> {
-        self.engines
-            .iter()
-            .map(|(port, namespace)| (namespace.as_str(), port.address))
+        let ports = self.fleet.ports().iter().zip(&self.engines);
+        ports.map(|(port, bound)| (port.namespace.as_str(), bound.address))
     }
 
     /// The admin port.
@@ -115,13 +107,26 @@ impl Server {
     /// # Errors
     /// When a port cannot be served.
     pub async fn run(self, stop: impl Future<Output = ()>) -> Result<(), ServeError> {
-        let tls_opt = self.tls_opt.as_ref();
-        let ports = self.engines.into_iter().map(|(port, _)| port);
-        let engines = serve(&self.fleet, PortKind::Engine, ports, tls_opt)?;
-        let admin = serve(&self.fleet, PortKind::Admin, [self.admin], tls_opt)?;
+        let engines = Listening {
+            fleet: self.fleet.clone(),
+            connections: self.fleet.connections.clone(),
+            configure: routes::configure_engine,
+            workers: WORKERS,
+        };
+        let admin = Listening {
+            fleet: self.fleet.clone(),
+            connections: Connections::new(ADMIN_CONNECTIONS, ADMIN_CONNECTIONS),
+            configure: routes::configure_admin,
+            workers: ADMIN_WORKERS,
+        };
+        let ports = self.fleet.ports().iter().map(|port| Some(Arc::clone(port)));
+        let engines = engines.serve(self.engines.into_iter().zip(ports));
+        let engines = engines.map_err(ServeError::Serve)?;
+        let admin = admin.serve([(self.admin, None)]);
+        let admin = admin.map_err(ServeError::Serve)?;
         let tending = [
             actix_web::rt::spawn(probe(self.fleet.clone())),
-            actix_web::rt::spawn(reload(self.fleet, self.tls_opt)),
+            actix_web::rt::spawn(reload(self.fleet)),
         ];
         let handles = [engines.handle(), admin.handle()];
         let ended = {
@@ -144,45 +149,6 @@ impl Server {
     }
 }
 
-fn serve(
-    fleet: &Data<Fleet>,
-    kind: PortKind,
-    ports: impl IntoIterator<Item = Bound>,
-    tls_opt: Option<&Tls>,
-) -> Result<actix_web::dev::Server, ServeError> {
-    let workers = match kind {
-        PortKind::Engine => WORKERS,
-        PortKind::Admin => ADMIN_WORKERS,
-    };
-    let connections = fleet.config.max_connections.div_ceil(workers);
-    let fleet = fleet.clone();
-    let mut server = HttpServer::new(move || {
-        App::new()
-            .app_data(fleet.clone())
-            .app_data(kind)
-            .wrap(from_fn(guard::check))
-            .wrap(from_fn(routes::around))
-            .configure(match kind {
-                PortKind::Engine => routes::configure_engine,
-                PortKind::Admin => routes::configure_admin,
-            })
-    })
-    .workers(workers)
-    .on_connect(tls::remember_certificate)
-    .client_request_timeout(REQUEST_TIMEOUT)
-    .shutdown_timeout(SHUTDOWN_SECONDS)
-    .max_connections(connections)
-    .disable_signals();
-    for port in ports {
-        server = match tls_opt.filter(|_| port.is_tls) {
-            Some(tls) => server.listen_rustls_0_23(port.listener, tls.config.clone()),
-            None => server.listen(port.listener),
-        }
-        .map_err(ServeError::Serve)?;
-    }
-    Ok(server.run())
-}
-
 async fn probe(fleet: Data<Fleet>) {
     let interval = Duration::from_secs(fleet.config.probe_interval);
     while !interval.is_zero() {
@@ -192,12 +158,9 @@ async fn probe(fleet: Data<Fleet>) {
 }
 
 /// Tokens and certificates are replaced by whoever deploys them, at any time.
-async fn reload(fleet: Data<Fleet>, tls_opt: Option<Tls>) {
+async fn reload(fleet: Data<Fleet>) {
     loop {
         tokio::time::sleep(RELOAD_INTERVAL).await;
         fleet.guard.reload();
-        if let Some(tls) = &tls_opt {
-            tls.reload();
-        }
     }
 }

@@ -4,12 +4,13 @@ use std::time::Instant;
 
 use actix_web::http::{Method, StatusCode, header};
 use actix_web::web::Bytes;
-use actix_web::{HttpRequest, HttpResponse};
+use actix_web::{HttpMessage, HttpRequest, HttpResponse};
 use serde_json::Value;
 
 use crate::fields;
 use crate::fleet::ByPort;
 use crate::guard::Who;
+use crate::guard::audit::Reason;
 use crate::probe::may_probe;
 use crate::registry::{Command, RankId, Refused, Registration, ReplyRelease, Shape};
 use crate::writer::{WriteError, now};
@@ -60,10 +61,7 @@ async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpRes
     });
     let registration = match parsed {
         Ok(registration) => registration,
-        Err(reason) => {
-            tracing::warn!(target: "audit", %who, namespace = port.namespace, refused = reason, "registration refused");
-            return bad_request(reason);
-        }
+        Err(reason) => return refused(request, StatusCode::BAD_REQUEST, reason),
     };
     let command = Command::PutRank(Box::new(registration));
     let written = port
@@ -73,17 +71,25 @@ async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpRes
         .await;
     match written {
         Ok(_) => text(StatusCode::OK, "OK"),
-        Err(error) => write_error(error),
+        Err(error) => write_error(request, error),
     }
 }
 
-fn write_error(error: WriteError) -> HttpResponse {
-    match error {
-        WriteError::Refused(Refused::Inconsistent(reason)) => bad_request(reason),
-        WriteError::Refused(Refused::Retired(reason)) => text(StatusCode::CONFLICT, reason),
-        WriteError::Refused(Refused::Unknown) => text(StatusCode::NOT_FOUND, "404: Not Found"),
-        WriteError::Store(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
-    }
+/// The answer to a write that is refused; the audit log gets the reason, too.
+fn refused(request: &HttpRequest, status: StatusCode, reason: impl Into<String>) -> HttpResponse {
+    let reason = reason.into();
+    request.extensions_mut().insert(Reason(reason.clone()));
+    text(status, reason)
+}
+
+fn write_error(request: &HttpRequest, error: WriteError) -> HttpResponse {
+    let status = match &error {
+        WriteError::Refused(Refused::Inconsistent(_)) => StatusCode::BAD_REQUEST,
+        WriteError::Refused(Refused::Retired(_)) => StatusCode::CONFLICT,
+        WriteError::Refused(Refused::Unknown) => StatusCode::NOT_FOUND,
+        WriteError::Store(_) => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    refused(request, status, error.to_string())
 }
 
 /// The first value of a query parameter, percent-decoded.
@@ -285,16 +291,13 @@ pub(crate) async fn register_dp_rank(
     match parsed {
         Ok((room, dp_rank)) => {
             // The bound above makes it fit.
-            port.rooms().put(
-                room,
-                u32::try_from(dp_rank).unwrap_or(u32::MAX),
-                Instant::now(),
-            );
+            let dp_rank = u32::try_from(dp_rank).unwrap_or(u32::MAX);
+            let before = port.rooms().put(room, dp_rank, Instant::now());
             // One for each request of the engine: too many to be shown by default.
-            tracing::debug!(target: "audit", who = %Who::of(&request), namespace = port.namespace, room, dp_rank, "room bound");
+            tracing::debug!(target: "audit", who = %Who::of(&request), namespace = port.namespace, room, before, after = dp_rank, "room bound");
             text(StatusCode::OK, "OK")
         }
-        Err(reason) => bad_request(reason),
+        Err(reason) => refused(&request, StatusCode::BAD_REQUEST, reason),
     }
 }
 

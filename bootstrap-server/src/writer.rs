@@ -218,8 +218,8 @@ impl Writer {
                 (Err(error), Ok(_)) => Err(WriteError::Store(error.to_string())),
                 (_, outcome) => outcome,
             };
-            self.audit(&job, &current, &outcome);
             if let Ok(applied) = &outcome {
+                audit(&job, applied);
                 self.count(&job, applied);
             }
             // A client that has gone is told nothing; its change stands.
@@ -239,24 +239,6 @@ impl Writer {
             after,
             changes_of(current, &job.namespace, &applied.changed)?,
         ))
-    }
-
-    /// A line for every write, refused ones included.
-    fn audit(&self, job: &Job, before: &State, outcome: &Result<Applied, WriteError>) {
-        let after = self.published.read();
-        let after = Arc::clone(&after.unwrap_or_else(PoisonError::into_inner));
-        let shown = |state: &State| state.shown(&job.namespace, &job.command);
-        let (namespace, who) = (&job.namespace, &job.who);
-        let (subject, before) = (job.command.subject(), shown(before));
-        match outcome {
-            Ok(applied) => {
-                let (what, after) = (applied.what, shown(&after));
-                tracing::info!(target: "audit", who, namespace, subject, what, before, after);
-            }
-            Err(refused) => {
-                tracing::warn!(target: "audit", who, namespace, subject, before, %refused, "write refused");
-            }
-        }
     }
 
     fn count(&self, job: &Job, applied: &Applied) {
@@ -281,4 +263,16 @@ impl Writer {
                 .inc_by(unknown);
         }
     }
+}
+
+/// The line of a change that is made; what is refused is told where it is answered.
+fn audit(job: &Job, applied: &Applied) {
+    let (namespace, who, subject) = (&job.namespace, &job.who, job.command.subject());
+    let Applied {
+        what,
+        before,
+        after,
+        ..
+    } = applied;
+    tracing::info!(target: "audit", who, namespace, subject, what, before, after);
 }

@@ -46,6 +46,10 @@ pub const COMPONENT_PANICS: &str = "ferry_component_panics_total";
 pub const BOOTSTRAP_REQUESTS: &str = "ferry_bootstrap_requests_total";
 /// Seconds to answer a request; label route.
 pub const BOOTSTRAP_REQUEST_SECONDS: &str = "ferry_bootstrap_request_seconds";
+/// Open connections of engines' ports at the bootstrap server.
+pub const BOOTSTRAP_CONNECTIONS: &str = "ferry_bootstrap_connections_current_count";
+/// Connections that were closed before any request; label reason.
+pub const BOOTSTRAP_CONNECTIONS_REFUSED: &str = "ferry_bootstrap_connections_refused_total";
 /// Registered prefill ranks; label namespace.
 pub const BOOTSTRAP_RANKS: &str = "ferry_bootstrap_ranks_current_count";
 /// Ranks that a complete engine has; label namespace.
@@ -127,6 +131,8 @@ pub const ALL: &[&str] = &[
     COMPONENT_PANICS,
     BOOTSTRAP_REQUESTS,
     BOOTSTRAP_REQUEST_SECONDS,
+    BOOTSTRAP_CONNECTIONS,
+    BOOTSTRAP_CONNECTIONS_REFUSED,
     BOOTSTRAP_RANKS,
     BOOTSTRAP_RANKS_EXPECTED,
     BOOTSTRAP_GENERATION,

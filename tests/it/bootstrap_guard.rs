@@ -84,9 +84,10 @@ fn writes_need_the_ranks_token_and_what_stock_decodes_read_does_not() {
         "nothing changed"
     );
     let refused = log(folder.path());
-    let refused = refused
-        .lines()
-        .filter(|line| line.contains("unauthorized") && line.contains("audit"));
+    let refused = refused.lines().filter(|line| {
+        let parts = ["audit", "write refused", "status=401", "127.0.0.1"];
+        parts.iter().all(|part| line.contains(part))
+    });
     assert_eq!(refused.count(), 4 * writes.len());
     for request in &writes {
         let reply = server.send(&with_token(request.clone(), Some(RANK)));
@@ -142,11 +143,131 @@ fn a_token_is_replaced_while_the_server_runs() {
         server.send(&with_token(request, Some(token))).status
     };
     assert_eq!(put(RANK), 200);
-    write(folder.path(), "rank-token", "another secret");
+    // Both count while ranks that know only the old one are still there.
+    let both = format!("{RANK}\nnew-ranks another-secret\n");
+    write(folder.path(), "rank-token", &both);
     wait_for("the new token", || {
-        (put("another secret") == 200).then_some(())
+        (put("another-secret") == 200).then_some(())
     });
-    assert_eq!(put(RANK), 401);
+    assert_eq!(put(RANK), 200);
+    assert!(log(folder.path()).contains("with the new-ranks token"));
+    write(folder.path(), "rank-token", "new-ranks another-secret\n");
+    wait_for("the old token to end", || (put(RANK) == 401).then_some(()));
+    assert_eq!(put("another-secret"), 200);
+    // A mistake changes nothing, and is told.
+    write(folder.path(), "rank-token", "");
+    let warned = wait_for("the warning", || {
+        let warnings = server.json("/v1/health/ready")["warnings"].clone();
+        warnings
+            .as_array()
+            .is_some_and(|warnings| !warnings.is_empty())
+            .then_some(warnings)
+    });
+    assert!(warned[0].as_str().expect("text").contains("rank-token"));
+    assert_eq!(put("another-secret"), 200);
+}
+
+/// The router takes an escaped letter for the letter, so what guards must not be fooled by it.
+#[test]
+fn an_escaped_path_is_no_way_in() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let server = guarded(folder.path());
+    let put = Request::put("/route", &route_body(1, 0, 41000, 64));
+    assert_eq!(server.send(&with_token(put, Some(RANK))).status, 200);
+    for path in [
+        "/%76%31/engines",
+        "/v%31/engines/default",
+        "/%2fv1/engines",
+        "//v1/engines",
+        "/v1/health/%2e%2e/engines",
+        "/v1/health/live/../../engines",
+        "/v1%2fengines",
+        "/v1/engines?/v1/health/live",
+    ] {
+        for method in ["GET", "HEAD", "DELETE", "OPTIONS", "PATCH"] {
+            let request = Request::new(method, path, None);
+            let status = request.send(server.admin()).expect("an answer").status;
+            assert_eq!(status, 401, "{method} {path}");
+        }
+    }
+    for path in [
+        "/%72oute",
+        "/regist%65r_dp_rank",
+        "/%76%31/registrations/engine-a",
+    ] {
+        for method in ["PUT", "POST", "DELETE", "PATCH"] {
+            let body = route_body(2, 0, 41001, 64).to_string().into_bytes();
+            let request = Request::new(method, path, Some(body));
+            let status = request.send(server.address()).expect("an answer").status;
+            assert_eq!(status, 401, "{method} {path}");
+        }
+    }
+    let engine = with_token(Request::get("/v1/engines/default"), Some(ADMIN));
+    assert_eq!(server.send(&engine).json()["ranks_expected"], 1);
+}
+
+#[test]
+fn every_write_that_is_refused_is_in_the_audit_log() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let log_file = folder.path().join("log");
+    let server = BootstrapServer::start_logged(&folder.path().join("data"), &[], &log_file);
+    let bad_rank = route_body(2, 7, 41000, 64);
+    let long = vec![b' '; (1 << 20) + 1];
+    for (request, status, reason) in [
+        (Request::put("/route", &bad_rank), 400, "attn_tp_rank"),
+        (Request::new("PUT", "/route", Some(long)), 413, "status=413"),
+        (
+            Request::post("/register_dp_rank", &json!({ "bootstrap_room": -1 })),
+            400,
+            "bootstrap_room",
+        ),
+        (
+            Request::put(
+                "/v1/registrations/engine-b",
+                &registration_body("engine-a", 1),
+            ),
+            400,
+            "the path names engine engine-b",
+        ),
+        (
+            Request::new("DELETE", "/v1/registrations/engine-c", None),
+            404,
+            "engine-c",
+        ),
+        (
+            Request::new("DELETE", "/v1/engines/absent", None),
+            404,
+            "absent",
+        ),
+    ] {
+        let reply = server.send(&request);
+        assert_eq!(reply.status, status, "{}: {}", request.path, reply.text());
+        let audited = log(folder.path());
+        let last = audited.lines().rfind(|line| line.contains("audit"));
+        let last = last.unwrap_or_default();
+        for part in ["write refused", request.path.as_str(), reason] {
+            assert!(last.contains(part), "{part} is not in {last:?}");
+        }
+    }
+    assert_eq!(server.json("/v1/engines"), json!({ "engines": [] }));
+}
+
+#[test]
+fn one_peer_has_a_bounded_number_of_connections() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let limits = ["--max-connections-per-peer", "20"];
+    let server = BootstrapServer::start(folder.path(), &limits);
+    let health = || Request::get("/health").send(server.address());
+    let mut open = Vec::new();
+    wait_for("a connection that is refused", || {
+        open.push(TcpStream::connect(server.address()).expect("a connection"));
+        health().is_err().then_some(())
+    });
+    assert!((20..100).contains(&open.len()), "{} are open", open.len());
+    let refused = "ferry_bootstrap_connections_refused_total{reason=\"too_many_of_peer\"}";
+    assert!(server.metric(refused) >= Some(1.0), "operators get through");
+    drop(open);
+    wait_for("room for others", || health().ok());
 }
 
 #[test]
@@ -323,16 +444,35 @@ fn only_clients_with_a_good_certificate_get_through_tls() {
         );
     }
     let refused = log(folder.path());
-    for part in [
-        "certificate=\"rank.fleet\"",
-        "certificate=\"rank.stranger\"",
-        "client certificate refused",
+    for parts in [
+        ["who=127.0.0.1:", "rank.fleet", "expired"],
+        [
+            "who=127.0.0.1:",
+            "rank.stranger",
+            "invalid peer certificate",
+        ],
+        ["who=127.0.0.1:", "no certificates", "default"],
     ] {
-        assert!(refused.contains(part), "{part} is not in {refused}");
+        let is_whole = |line: &str| {
+            line.contains("client certificate refused")
+                && parts.iter().all(|part| line.contains(part))
+        };
+        assert!(
+            refused.lines().any(is_whole),
+            "{parts:?} is not in {refused}"
+        );
     }
     let good = authority.sign("rank.fleet", 2100);
     assert_eq!(put(Some(&good)).expect("an answer"), 200);
-    assert!(log(folder.path()).contains("certified as rank.fleet"));
+    let done = log(folder.path());
+    let line = done
+        .lines()
+        .find(|line| line.contains("first rank registered"));
+    let line = line.expect("an audit line");
+    assert!(
+        line.contains("certified as ") && line.contains("rank.fleet"),
+        "{line}"
+    );
 
     // The server's own certificate is replaced: new connections see the new one.
     let other = Authority::new("other");
@@ -347,4 +487,14 @@ fn only_clients_with_a_good_certificate_get_through_tls() {
         put(Some(&good)).is_err(),
         "the old authority's server is gone"
     );
+
+    // So is the authority of clients, without a restart.
+    write(folder.path(), "ca.pem", &stranger.certificate);
+    let other_good = stranger.sign("rank.stranger", 2100);
+    wait_for("the new authority", || {
+        let sent = send_tls(server.address(), &other, Some(&other_good), &request);
+        sent.ok().filter(|reply| reply.status == 200)
+    });
+    let refused = send_tls(server.address(), &other, Some(&good), &request);
+    assert!(refused.is_err(), "{refused:?}");
 }

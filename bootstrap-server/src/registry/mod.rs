@@ -145,6 +145,10 @@ pub struct Applied {
     pub began_generation: bool,
     /// Registrations that left to make room.
     pub evicted: usize,
+    /// What the command is about as it was before, in words, for the audit log.
+    pub before: String,
+    /// The same as it is now.
+    pub after: String,
     /// For the audit log.
     pub what: &'static str,
 }
@@ -199,38 +203,16 @@ impl State {
         now: u64,
     ) -> Result<Applied, Refused> {
         let space = self.namespaces.entry(namespace.to_owned()).or_default();
-        let applied = space.apply(command, now);
+        let before = space.shown(command);
+        let applied = space.apply(command, now).map(|applied| Applied {
+            before,
+            after: space.shown(command),
+            ..applied
+        });
         if *space == Namespace::default() {
             self.namespaces.remove(namespace);
         }
         applied
-    }
-}
-
-impl State {
-    /// What there is of a command's subject, in words, for the audit log.
-    pub fn shown(&self, namespace: &str, command: &Command) -> String {
-        let Some(space) = self.namespaces.get(namespace) else {
-            return "nothing".to_owned();
-        };
-        let generation_opt = space.generation_opt.as_ref();
-        let number = generation_opt.map_or(0, |generation| generation.number);
-        let shown_opt = match command {
-            Command::PutRank(registration) => space
-                .ranks
-                .get(&registration.id)
-                .map(|rank| format!("{} in generation {number}", rank.instance())),
-            Command::PutRegistration(key, _) | Command::DeleteRegistration(key) => space
-                .registrations
-                .get(key)
-                .map(|known| format!("{} at {}", known.body.role, known.body.instance)),
-            Command::DeleteEngine => Some(format!(
-                "generation {number}, {} ranks, {} registrations",
-                space.ranks.len(),
-                space.registrations.len()
-            )),
-        };
-        shown_opt.unwrap_or_else(|| "nothing".to_owned())
     }
 }
 
@@ -244,12 +226,35 @@ impl Applied {
             changed,
             began_generation: false,
             evicted: 0,
+            before: String::new(),
+            after: String::new(),
             what,
         }
     }
 }
 
 impl Namespace {
+    /// What there is of a command's subject, in words, for the audit log.
+    fn shown(&self, command: &Command) -> String {
+        let generation_opt = self.generation_opt.as_ref();
+        let number = generation_opt.map_or(0, |generation| generation.number);
+        let shown_opt = match command {
+            Command::PutRank(registration) => self
+                .ranks
+                .get(&registration.id)
+                .map(|rank| format!("{} in generation {number}", rank.instance())),
+            Command::PutRegistration(key, _) | Command::DeleteRegistration(key) => self
+                .registrations
+                .get(key)
+                .map(|known| format!("{} at {}", known.body.role, known.body.instance)),
+            Command::DeleteEngine => generation_opt.map(|_| {
+                let (ranks, registrations) = (self.ranks.len(), self.registrations.len());
+                format!("generation {number}, {ranks} ranks, {registrations} registrations")
+            }),
+        };
+        shown_opt.unwrap_or_else(|| "nothing".to_owned())
+    }
+
     fn apply(&mut self, command: &Command, now: u64) -> Result<Applied, Refused> {
         match command {
             Command::PutRank(registration) => self.put_rank(registration, now),

@@ -39,7 +39,9 @@ fn number(state: &State) -> u64 {
 fn one_rank_twice_is_one_rank() {
     let mut state = State::default();
     put(&mut state, 2, 0, 10, 64).unwrap();
-    assert_eq!(put(&mut state, 2, 0, 10, 64).unwrap(), Applied::nothing());
+    let again = put(&mut state, 2, 0, 10, 64).unwrap();
+    assert_eq!(again.changed, []);
+    assert_eq!(again.before, again.after);
     put(&mut state, 2, 0, 11, 64).unwrap();
     assert!(
         !state.namespaces["e"].is_complete(),
