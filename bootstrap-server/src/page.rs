@@ -1,101 +1,92 @@
-//! A page to look at: which ranks are there, which are missing, what is registered.
+//! The page at `/` of the admin port: files that are part of this program.
+//!
+//! The page holds no data. It reads the admin API as any other client does, with the token that
+//! its reader gives it, so these files need no guard. Nothing is built and nothing is loaded from
+//! elsewhere: what the browser runs is what stands in `page/`.
 
-use actix_web::HttpResponse;
-use actix_web::web::Data;
-use serde_json::Value;
+use actix_web::web::{self, ServiceConfig};
+use actix_web::{HttpRequest, HttpResponse};
 
-use crate::admin::describe;
-use crate::fleet::Fleet;
+/// Only files of this server, no inline script or style, and no text that becomes markup: what a
+/// hostile name could reach for is switched off in the browser too.
+const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
+    img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; \
+    frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'";
 
-const STYLE: &str = "body{font:15px system-ui;margin:2em;max-width:70em}table{border-collapse:collapse;\
-                     margin:.5em 0 1.5em}td,th{border:1px solid #ccc;padding:.3em .7em;text-align:left}\
-                     .bad{color:#b00}.good{color:#070}";
+const HTML: &str = "text/html; charset=utf-8";
+const CSS: &str = "text/css; charset=utf-8";
+const JAVASCRIPT: &str = "text/javascript; charset=utf-8";
+const SVG: &str = "image/svg+xml";
 
-/// `GET /`.
-pub(crate) async fn page(fleet: Data<Fleet>) -> HttpResponse {
-    let state = fleet.registrations.state();
-    let mut html = format!(
-        "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>Ferry bootstrap \
-         server</title><style>{STYLE}</style><h1>Ferry bootstrap server</h1>"
-    );
-    if state.namespaces.is_empty() {
-        html.push_str("<p>No engine has registered yet. Ranks register with PUT /route.</p>");
+/// Path, content type and body of each file.
+const FILES: [(&str, &str, &str); 16] = [
+    ("/", HTML, include_str!("../page/index.html")),
+    ("/page/style.css", CSS, include_str!("../page/style.css")),
+    ("/page/detail.css", CSS, include_str!("../page/detail.css")),
+    ("/page/icon.svg", SVG, include_str!("../page/icon.svg")),
+    (
+        "/page/icon-failing.svg",
+        SVG,
+        include_str!("../page/icon-failing.svg"),
+    ),
+    ("/page/page.js", JAVASCRIPT, include_str!("../page/page.js")),
+    ("/page/api.js", JAVASCRIPT, include_str!("../page/api.js")),
+    ("/page/live.js", JAVASCRIPT, include_str!("../page/live.js")),
+    (
+        "/page/model.js",
+        JAVASCRIPT,
+        include_str!("../page/model.js"),
+    ),
+    (
+        "/page/words.js",
+        JAVASCRIPT,
+        include_str!("../page/words.js"),
+    ),
+    (
+        "/page/elements.js",
+        JAVASCRIPT,
+        include_str!("../page/elements.js"),
+    ),
+    (
+        "/page/engines.js",
+        JAVASCRIPT,
+        include_str!("../page/engines.js"),
+    ),
+    (
+        "/page/detail.js",
+        JAVASCRIPT,
+        include_str!("../page/detail.js"),
+    ),
+    ("/page/read.js", JAVASCRIPT, include_str!("../page/read.js")),
+    (
+        "/page/ranks.js",
+        JAVASCRIPT,
+        include_str!("../page/ranks.js"),
+    ),
+    (
+        "/page/events.js",
+        JAVASCRIPT,
+        include_str!("../page/events.js"),
+    ),
+];
+
+pub(crate) fn configure(config: &mut ServiceConfig) {
+    for (path, ..) in FILES {
+        config.service(web::resource(path).get(file));
     }
-    for (name, space) in &state.namespaces {
-        let engine = describe(&fleet, name, space);
-        if let Some(reason) = fleet.unhealthy(name) {
-            html.push_str(&format!("<p class=bad>{}</p>", escaped(&reason)));
-        }
-        let class = if space.is_complete() { "good" } else { "bad" };
-        html.push_str(&format!(
-            "<h2>{}</h2><p class={class}>{} of {} ranks, generation {}, SGLang {}</p>",
-            escaped(name),
-            space.ranks.len(),
-            space.expected(),
-            shown(engine.get("generation")),
-            shown(engine.get("release")),
-        ));
-        table(
-            &mut html,
-            &engine,
-            "ranks_present",
-            &["rank", "instance", "age_seconds", "reachable"],
-        );
-        let missing = engine
-            .get("ranks_missing")
-            .and_then(Value::as_array)
-            .filter(|list| !list.is_empty());
-        if let Some(missing) = missing {
-            let missing: Vec<String> = missing.iter().map(|rank| shown(Some(rank))).collect();
-            html.push_str(&format!("<p class=bad>missing: {}</p>", missing.join(", ")));
-        }
-        table(
-            &mut html,
-            &engine,
-            "registrations",
-            &["engine_key", "role", "instance", "age_seconds", "reachable"],
-        );
-    }
-    html.push_str("<p><a href=/v1/engines>/v1/engines</a> <a href=/metrics>/metrics</a></p>");
-    HttpResponse::Ok()
-        .content_type("text/html; charset=utf-8")
-        .body(html)
 }
 
-fn table(html: &mut String, engine: &Value, list: &str, columns: &[&str]) {
-    let Some(rows) = engine
-        .get(list)
-        .and_then(Value::as_array)
-        .filter(|rows| !rows.is_empty())
-    else {
-        return;
+async fn file(request: HttpRequest) -> HttpResponse {
+    let wanted = request.path();
+    let Some((_, content_type, body)) = FILES.iter().find(|(path, ..)| *path == wanted) else {
+        return HttpResponse::NotFound().finish();
     };
-    html.push_str("<table><tr>");
-    columns
-        .iter()
-        .for_each(|column| html.push_str(&format!("<th>{column}</th>")));
-    html.push_str("</tr>");
-    for row in rows {
-        html.push_str("<tr>");
-        columns
-            .iter()
-            .for_each(|column| html.push_str(&format!("<td>{}</td>", shown(row.get(column)))));
-        html.push_str("</tr>");
-    }
-    html.push_str("</table>");
-}
-
-fn shown(value: Option<&Value>) -> String {
-    match value {
-        None | Some(Value::Null) => "-".to_owned(),
-        Some(Value::String(text)) => escaped(text),
-        Some(other) => escaped(&other.to_string()),
-    }
-}
-
-fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
+    HttpResponse::Ok()
+        .content_type(*content_type)
+        .insert_header(("content-security-policy", CONTENT_SECURITY_POLICY))
+        .insert_header(("x-content-type-options", "nosniff"))
+        .insert_header(("referrer-policy", "no-referrer"))
+        // Another version of this server has other files under the same names.
+        .insert_header(("cache-control", "no-cache"))
+        .body(*body)
 }

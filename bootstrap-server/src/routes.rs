@@ -40,8 +40,8 @@ pub fn configure_admin(config: &mut web::ServiceConfig) {
     config
         .app_data(web::PayloadConfig::new(MAX_BODY_BYTES))
         .route("/metrics", web::get().to(metrics))
-        .route("/", web::get().to(page::page))
         .configure(health::configure)
+        .configure(page::configure)
         .configure(admin::configure_admin)
         .default_service(web::to(not_found));
 }
