@@ -19,7 +19,7 @@ export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
 WHEELS := $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
 
-.PHONY: help demo test test-asan test-fuzz test-python test-rdma test-sglang check check-python wheel bench bench-transfers bench-python
+.PHONY: help demo test test-page browser test-asan test-fuzz test-python test-rdma test-sglang check check-python wheel bench bench-transfers bench-python
 .PHONY: bench-replay bench-turnaround bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
@@ -29,7 +29,7 @@ demo: cargo ## Moves 256 requests' hybrid state between real processes and verif
 	$(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --package demo
 	target/release/ferry-demo $(DEMO_ARGS)
 
-test: cargo system-packages sglang nextest test-python ## Runs every test
+test: cargo system-packages sglang nextest test-python test-page ## Runs every test
 	rm -f $(FERRY_SKIP_LOG)
 	$(CARGO) build --workspace --locked --bins
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
@@ -48,6 +48,10 @@ wheel: cargo python ## Builds the Python wheel (WHEEL_PROFILE=release) and insta
 test-python: wheel ## The Python module's own tests
 	$(VENV)/bin/pytest --quiet -p no:cacheprovider python/tests
 
+test-page: cargo browser ## The bootstrap server's page in headless Chromium (its pictures: target/page-screenshots)
+	$(CARGO) build --workspace --locked --bins
+	$(VENV)/bin/pytest --quiet -p no:cacheprovider tests/page
+
 test-rdma: ## Boots a virtual machine with soft-RoCE devices and tests the rdma transport in it
 	tests/rdma-vm/setup.sh
 	tests/rdma-vm/run.sh -n veth ibv_devices
@@ -61,7 +65,7 @@ check: cargo deny check-python ## Format, lints, documentation, licences and ban
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(CARGO) deny --locked check bans licenses sources
 
-PYTHON_FOLDERS := tests/conformance python
+PYTHON_FOLDERS := tests/conformance tests/page python
 
 check-python: python
 	$(VENV)/bin/ruff format --check $(PYTHON_FOLDERS)
@@ -126,23 +130,34 @@ cargo:
 	@command -v $(CARGO) >/dev/null || { echo "cargo is missing: install Rust with rustup (https://rustup.rs), then run this again"; exit 1; }
 	@command -v cc >/dev/null || $(MAKE) --no-print-directory system-packages
 
+define install-packages
+echo "installing:" $(1); if [[ $$(id -u) == 0 ]]; then sudo=(); else sudo=(sudo); fi; \
+"$${sudo[@]}" apt-get update -qq && "$${sudo[@]}" apt-get install -y -qq --no-install-recommends $(1)
+endef
+
 # strace proves that registrations are on the disk before they are acknowledged; the Python
 # environment holds the peers that the wire is tested against.
 system-packages:
 	@missing=(); for entry in cc:gcc strace:strace python3:python3; do \
 	  command -v "$${entry%%:*}" >/dev/null || missing+=("$${entry##*:}"); done; \
 	python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv); \
-	if (( $${#missing[@]} )); then \
-	  echo "installing: $${missing[*]}"; \
-	  if [[ $$(id -u) == 0 ]]; then sudo=(); else sudo=(sudo); fi; \
-	  "$${sudo[@]}" apt-get update -qq && "$${sudo[@]}" apt-get install -y -qq --no-install-recommends "$${missing[@]}" libc6-dev; \
-	fi
+	if (( $${#missing[@]} )); then $(call install-packages,"$${missing[@]}" libc6-dev); fi
 
-python: system-packages $(VENV)/ready
+python: system-packages $(VENV)/ready | system-packages
 
 $(VENV)/ready: tests/conformance/requirements.txt python/requirements.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(addprefix --requirement=,$^)
+	touch $@
+
+# Debian's Chromium, and a typeface, so that the pictures are the same everywhere.
+browser: $(VENV)/page
+	@missing=(); command -v chromium >/dev/null || missing+=(chromium); \
+	[[ -d /usr/share/fonts/opentype/inter ]] || missing+=(fonts-inter); \
+	if (( $${#missing[@]} )); then $(call install-packages,"$${missing[@]}"); fi
+
+$(VENV)/page: tests/page/requirements.txt $(VENV)/ready | system-packages
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/page/requirements.txt
 	touch $@
 
 # By name from the package index; the modules run as they are.

@@ -340,12 +340,7 @@ fn region_keys_are_not_shown() {
     let body = registration_body("engine-a", 40001);
     server.send(&Request::put(&path, &body));
     let frame = body["register_frames"][5].as_str().expect("hex");
-    for path in [
-        path.as_str(),
-        "/v1/registrations",
-        "/v1/engines/default",
-        "/",
-    ] {
+    for path in [path.as_str(), "/v1/registrations", "/v1/engines/default"] {
         let text = server.send(&Request::get(path)).text();
         assert!(
             text.contains("engine-a") && !text.contains(frame),
@@ -355,26 +350,33 @@ fn region_keys_are_not_shown() {
 }
 
 #[test]
-fn the_page_shows_what_is_there_and_escapes_it() {
+fn the_page_is_files_of_this_server_and_runs_nothing_else() {
     let (server, _folder) = start(&[]);
-    put(
-        &server,
-        &with(&route_body(2, 0, 41000, 64), "rank_ip", json!("<script>")),
-    );
-    let page = server.send(&Request::get("/"));
-    assert!(
-        page.header("content-type")
-            .is_some_and(|kind| kind.starts_with("text/html"))
-    );
-    let text = page.text();
-    assert!(
-        text.contains("1 of 2 ranks") && text.contains("missing: dp0 cp0 tp1 pp0"),
-        "{text}"
-    );
-    assert!(
-        text.contains("&lt;script&gt;") && !text.contains("<script>"),
-        "{text}"
-    );
+    let admin = server.admin();
+    let ask = |path: &str| Request::get(path).send(admin).expect("an answer");
+    let mut open = vec!["/".to_owned()];
+    let mut seen = std::collections::BTreeSet::new();
+    while let Some(path) = open.pop() {
+        let reply = ask(&path);
+        assert_eq!(reply.status, 200, "{path}");
+        let policy = reply.header("content-security-policy").unwrap_or_default();
+        assert!(policy.starts_with("default-src 'none'"), "{path}: {policy}");
+        assert!(!policy.contains("unsafe"), "{path}: {policy}");
+        let text = reply.text();
+        let is_inline =
+            text.contains("<script>") || text.contains("<style") || text.contains("style=");
+        assert!(!is_inline && !text.contains("innerHTML"), "{path}");
+        // What a file names: `"/page/style.css"` in HTML, `"./api.js"` in a module.
+        let named = text.split('"').filter_map(|word| {
+            let file = word
+                .strip_prefix("/page/")
+                .or_else(|| word.strip_prefix("./"))?;
+            Some(format!("/page/{file}"))
+        });
+        open.extend(named.filter(|path| seen.insert(path.clone())));
+    }
+    assert!(seen.len() > 10, "{seen:?}");
+    assert_eq!(ask("/page/../Cargo.toml").status, 404);
 }
 
 #[test]

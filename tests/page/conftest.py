@@ -5,9 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
-import fleet
 import pytest
 from playwright.sync_api import expect, sync_playwright
+
+import fleet
 
 # A change must be on the page in this time on a busy machine; it is there at once on an idle one.
 DEADLINE_MS = 15_000

@@ -41,7 +41,7 @@ def wait_for(what, poll):
 
 
 class Process:
-    """A program that prints `ready ...`; it is killed, by its own process id, when the test ends."""
+    """A program that prints `ready ...`; it is killed, by its process id, when the test ends."""
 
     def __init__(self, command):
         self.child = subprocess.Popen(
@@ -107,7 +107,7 @@ def send(url, body, method="PUT", headers=None):
 
 
 def route_body(place, sizes, port):
-    """The body of PUT /route as SGLang 0.5.23 sends it. `place` and `sizes` go by dp, cp, tp, pp."""
+    """PUT /route as SGLang 0.5.23 sends it. `place` and `sizes` go by dp, cp, tp, pp."""
     dp, cp, tp, pp = place
     dp_size, cp_size, tp_size, pp_size = sizes
     return {
@@ -206,7 +206,9 @@ class Rank:
                     "total_head_num": tp_size,
                 },
                 "aux": [tensor(3 * mib, 4096, 1024)],
-                "states": [{"type": "mamba", "tensors": [tensor(2 * mib, mib, mib // 8)], "dims": [4]}],
+                "states": [
+                    {"type": "mamba", "tensors": [tensor(2 * mib, mib, mib // 8)], "dims": [4]}
+                ],
             },
         }
 

@@ -1,7 +1,8 @@
 """The page shows what is there, and follows what changes."""
 
-import fleet
 from playwright.sync_api import expect
+
+import fleet
 
 # One prefill engine of each shape: a row, a block, and a row so long that it is folded.
 ROW, BLOCK, LONG = (1, 1, 4, 1), (2, 1, 4, 2), (32, 1, 1, 1)
@@ -56,7 +57,7 @@ def test_follows_a_rank_that_goes_missing(start, open_page, register):
     expect(heading(page)).to_have_text("All 2 engines serve.")
     expect(cells(page, "prefill-a", "present")).to_have_count(16)
     ranks[(1, 0, 2, 1)].close()
-    expect(heading(page)).to_contain_text("1 of 2 engines serves. prefill-a does not since")
+    expect(heading(page)).to_contain_text("1 of 2 engines serves. prefill-a does not")
     expect(heading(page)).to_contain_text("rank dp1 tp2 pp1 does not answer")
     expect(cells(page, "prefill-a", "unreachable")).to_have_count(1)
     expect(page).to_have_title("✕ 1 of 2 fail · Ferry")

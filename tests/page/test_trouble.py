@@ -3,6 +3,7 @@
 import json
 
 from playwright.sync_api import expect
+
 from test_fleet import ROW, engine, heading
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -35,9 +36,14 @@ def test_an_answer_that_cannot_be_read_is_told(start, open_page, register):
     register(server, "prefill-a", ROW)
     page = open_page(server)
     notice = page.get_by_role("alert")
-    for body, told in [("<html>", "it is no JSON"), ('{"engines": 3}', "it has no list of engines")]:
+    for body, told in [
+        ("<html>", "it is no JSON"),
+        ('{"engines": 3}', "it has no list of engines"),
+    ]:
         page.route("**/v1/engines", answer_with(body))
-        expect(notice).to_contain_text(f"The server's answer to GET /v1/engines cannot be read: {told}")
+        expect(notice).to_contain_text(
+            f"The server's answer to GET /v1/engines cannot be read: {told}"
+        )
         page.unroute("**/v1/engines")
         expect(notice).to_be_empty()
     refusal = json.dumps({"code": "store", "message": "the disk is full"})
