@@ -46,7 +46,7 @@ wheel: cargo python ## Builds the Python wheel (WHEEL_PROFILE=release) and insta
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEELS)/*.whl
 
 test-python: wheel ## The Python module's own tests
-	$(VENV)/bin/pytest --quiet -p no:cacheprovider python/tests
+	FERRY_WHEELS=$(WHEELS) $(VENV)/bin/pytest --quiet -p no:cacheprovider python/tests
 
 test-page: cargo browser ## The bootstrap server's page in headless Chromium (its pictures: target/page-screenshots)
 	$(CARGO) build --workspace --locked --bins

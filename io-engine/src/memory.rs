@@ -164,6 +164,11 @@ impl Memory {
         self.0.len == 0
     }
 
+    /// Where its first byte is in this process; something is there for as long as a clone lives.
+    pub fn base_address(&self) -> u64 {
+        self.address(0, 0).map_or(0, |address| address as u64)
+    }
+
     /// Copies bytes out of the pool.
     ///
     /// # Errors

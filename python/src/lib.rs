@@ -1,6 +1,7 @@
 //! `ferry._ferry`, the extension module under the Python package `ferry`.
 //!
-//! What it does: gives Python the io engine under MoRI's names (`mori`).
+//! What it does: gives Python the io engine under MoRI's names (`mori`), ranks to drive (`rank`),
+//! memory to share (`pool`), and the bootstrap server (`bootstrap`).
 //!
 //! What is absent on purpose: rules of transfers, which are in the crates below; and whatever is as
 //! short in Python, which is in `ferry/`.
@@ -13,8 +14,12 @@
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod bootstrap;
 mod logging;
 mod mori;
+mod pool;
+mod rank;
+mod runtime;
 
 use pyo3::prelude::*;
 
@@ -23,5 +28,8 @@ fn _ferry(module: &Bound<'_, PyModule>) -> PyResult<()> {
     logging::start();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(logging::set_log_level, module)?)?;
-    mori::add_to(module)
+    mori::add_to(module)?;
+    module.add_class::<pool::Pool>()?;
+    module.add_class::<bootstrap::BootstrapServer>()?;
+    rank::add_to(module)
 }

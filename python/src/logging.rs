@@ -11,10 +11,10 @@ use tracing_subscriber::{Registry, fmt, reload};
 
 static FILTER: OnceLock<reload::Handle<EnvFilter, Registry>> = OnceLock::new();
 
-/// Begins to log what `RUST_LOG` says, warnings without it. A process that logs already keeps its
+/// Begins to log what `FERRY_LOG` says, warnings without it. A process that logs already keeps its
 /// own log.
 pub(crate) fn start() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
+    let filter = EnvFilter::try_from_env("FERRY_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
     let (filter, handle) = reload::Layer::new(filter);
     let output = fmt::layer()
         .with_ansi(std::io::stderr().is_terminal())

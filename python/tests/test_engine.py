@@ -147,6 +147,9 @@ def test_lists_may_have_every_form(pair, form):
         [0.5],
         [None],
         [1 << 64],
+        [0] * 100 + [-1],
+        [0] * 100 + [1 << 64],
+        [0] * 100 + [0.5],
         0,
         None,
         np.array([-1]),
@@ -437,3 +440,18 @@ def test_memory_that_cannot_be_registered_raises():
             engine.register_memory(*wrong)
     unknown = TransferStatus()
     assert unknown.Init()
+
+
+@pytest.mark.parametrize("count", [31, 32, 5000])
+@pytest.mark.parametrize("form", [list, np.array])
+def test_long_lists_are_read_whole_and_in_order(pair, form, count):
+    memories = Memories(pair, count * 2)
+    wanted = memories.remote.copy()
+    order = np.random.default_rng(count).permutation(count)
+    wanted[order * 2] = memories.local[np.arange(count) * 2]
+    sources, targets = (np.arange(count) * 2).tolist(), (order * 2).tolist()
+    way = operations(memories, True)
+    status = way.batch_write(form(sources), form(targets), form([1] * count), 0)
+    status.Wait()
+    assert status.Succeeded(), status.Message()
+    assert (memories.remote == wanted).all()

@@ -3,6 +3,7 @@
 //!
 //! These are wire types: `TryFrom` makes a [`common::schema::RankLayout`] from [`LayoutSpec`].
 
+use common::topology::ParallelConfig;
 use serde::{Deserialize, Serialize};
 
 /// What a rank is for.
@@ -71,6 +72,33 @@ impl Default for ParallelSpec {
             system_dp_rank: 0,
             dcp_size: 1,
             dcp_rank: 0,
+        }
+    }
+}
+
+impl From<&ParallelSpec> for ParallelConfig {
+    fn from(spec: &ParallelSpec) -> Self {
+        // SGLang publishes one of two data-parallel groups: the system's where it has several.
+        let uses_system = spec.system_dp_size > 1;
+        Self {
+            tp_size: spec.attn_tp_size,
+            tp_rank: spec.attn_tp_rank,
+            cp_size: spec.attn_cp_size,
+            cp_rank: spec.attn_cp_rank,
+            dp_size: if uses_system {
+                spec.system_dp_size
+            } else {
+                spec.attn_dp_size
+            },
+            dp_rank: if uses_system {
+                spec.system_dp_rank
+            } else {
+                spec.attn_dp_rank
+            },
+            pp_size: spec.pp_size,
+            pp_rank: spec.pp_rank,
+            dcp_size: spec.dcp_size,
+            dcp_rank: spec.dcp_rank,
         }
     }
 }

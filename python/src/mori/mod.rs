@@ -4,7 +4,7 @@ mod desc;
 mod engine;
 mod enums;
 mod notify;
-mod numbers;
+pub(crate) mod numbers;
 mod remote;
 mod session;
 mod status;

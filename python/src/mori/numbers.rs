@@ -2,6 +2,7 @@
 
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyList, PyMemoryView, PyTuple};
 
 /// Reads a list, a tuple, an array of any library that has buffers, or any other sequence, of
@@ -11,7 +12,10 @@ use pyo3::types::{PyBytes, PyList, PyMemoryView, PyTuple};
 /// `TypeError` for anything else, and for a negative number.
 pub(crate) fn numbers(values: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     if let Ok(list) = values.cast::<PyList>() {
-        return list.iter().map(|value| number(&value)).collect();
+        return match list.len() {
+            ..ARRAY_FROM => list.iter().map(|value| number(&value)).collect(),
+            _ => through_array(list),
+        };
     }
     // Asking a tuple for its buffer would make and drop an exception.
     if !values.is_instance_of::<PyTuple>()
@@ -27,14 +31,39 @@ pub(crate) fn numbers(values: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     Ok(numbers)
 }
 
+/// Lists of this length and longer go through an array, which reads them three times as fast as
+/// item by item from here.
+const ARRAY_FROM: usize = 32;
+
+fn through_array(list: &Bound<'_, PyList>) -> PyResult<Vec<u64>> {
+    static ARRAY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let py = list.py();
+    let array = ARRAY.get_or_try_init(py, || {
+        py.import("array")?.getattr("array").map(Bound::unbind)
+    })?;
+    let numbers = array.bind(py).call1(("Q", list));
+    let numbers = numbers.map_err(|error| no_number(py, error, "an item of the list"))?;
+    let copied = numbers.call_method0("tobytes")?.cast_into::<PyBytes>()?;
+    Ok(words(copied.as_bytes()))
+}
+
+fn words(bytes: &[u8]) -> Vec<u64> {
+    let (words, _) = bytes.as_chunks::<8>();
+    words.iter().copied().map(u64::from_le_bytes).collect()
+}
+
+fn no_number(py: Python<'_>, error: PyErr, what: impl std::fmt::Display) -> PyErr {
+    match error.is_instance_of::<PyOverflowError>(py) {
+        true => PyTypeError::new_err(format!("{what} is no offset or size of 64 bits")),
+        false => error,
+    }
+}
+
 /// A number that is not negative.
 pub(crate) fn number(value: &Bound<'_, PyAny>) -> PyResult<u64> {
-    value.extract().map_err(|error: PyErr| {
-        match error.is_instance_of::<PyOverflowError>(value.py()) {
-            true => PyTypeError::new_err(format!("{value} is no offset or size")),
-            false => error,
-        }
-    })
+    value
+        .extract()
+        .map_err(|error: PyErr| no_number(value.py(), error, value))
 }
 
 fn of_buffer(view: &Bound<'_, PyMemoryView>) -> PyResult<Vec<u64>> {
@@ -51,6 +80,15 @@ fn of_buffer(view: &Bound<'_, PyMemoryView>) -> PyResult<Vec<u64>> {
         )));
     }
     let copied = view.call_method0("tobytes")?.cast_into::<PyBytes>()?;
+    let negative = || PyTypeError::new_err("an offset or size is negative");
+    if width == 8 {
+        let words = words(copied.as_bytes());
+        let highest = words.iter().fold(0, |all, word| all | word);
+        return match is_signed && highest >> 63 == 1 {
+            true => Err(negative()),
+            false => Ok(words),
+        };
+    }
     let items = copied.as_bytes().chunks_exact(width);
     items
         .map(|item| {
@@ -59,7 +97,7 @@ fn of_buffer(view: &Bound<'_, PyMemoryView>) -> PyResult<Vec<u64>> {
             low.copy_from_slice(item);
             let is_negative = is_signed && item.last().is_some_and(|top| top & 0x80 != 0);
             match is_negative {
-                true => Err(PyTypeError::new_err("an offset or size is negative")),
+                true => Err(negative()),
                 false => Ok(u64::from_le_bytes(bytes)),
             }
         })

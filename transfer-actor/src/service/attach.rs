@@ -7,19 +7,18 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::ids::{ByteLen, ByteOffset};
-use common::schema::{RankLayout, TensorLayout};
+use common::ids::ByteLen;
 use common::topology::ParallelConfig;
 use io_engine::{Engine, EngineConfig, Memory, Region};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
 
-use crate::api::{AttachReply, AttachRequest, ParallelSpec, Role, TensorSpec};
+use crate::api::{AttachReply, AttachRequest, Role};
 use crate::client::MAX_POOLS;
 use crate::config::ServeConfig;
 use crate::rank::{RankBuffers, RankConfig, RankHandle};
-use crate::service::layout::place_layout;
+use crate::service::layout::{engine_key, place_layout, register_buffers};
 use crate::service::{Claim, Service};
 
 /// Bytes of one request at most: 16,384 tensors take some 2 MB.
@@ -209,7 +208,7 @@ async fn attach(
             request.pools.len()
         ));
     }
-    let parallel = parallel_of(&request.parallel);
+    let parallel = ParallelConfig::from(&request.parallel);
     let claim_opt = claim(service, &request, &parallel)?;
     let config = &service.config;
     let taken = {
@@ -268,13 +267,14 @@ fn take_memory(
         Memory::from_fd(fd, ByteLen(*bytes)).map_err(|error| format!("pool {at}: {error}"))
     });
     let pools: Vec<Memory> = pools.collect::<Result<_, _>>()?;
-    let mut engine_config = EngineConfig::new(engine_key(request, config), config.host.clone());
+    let mut engine_config =
+        EngineConfig::new(engine_key(request, &config.host), config.host.clone());
     engine_config.transports = config.transports.clone();
     engine_config.tcp_bind = (config.bind, 0).into();
     engine_config.cma_trust_descriptors = config.cma_trust_descriptors;
     engine_config.fault_opt = config.inject_fault.clone();
     let engine = Engine::start(engine_config).map_err(|error| format!("the io engine: {error}"))?;
-    let (buffers, regions) = register(&engine, request, layout, &pools)?;
+    let (buffers, regions) = register_buffers(&engine, &request.layout, layout, &pools)?;
     Ok((engine, buffers, regions))
 }
 
@@ -329,85 +329,4 @@ async fn detach(service: &Service, mut rank: Attached) {
         ),
         Err(error) => tracing::error!(rank = number, %error, "a rank's memory was not let go"),
     }
-}
-
-fn parallel_of(spec: &ParallelSpec) -> ParallelConfig {
-    // SGLang publishes one of two data-parallel groups: the system's where it has several.
-    let uses_system = spec.system_dp_size > 1;
-    ParallelConfig {
-        tp_size: spec.attn_tp_size,
-        tp_rank: spec.attn_tp_rank,
-        cp_size: spec.attn_cp_size,
-        cp_rank: spec.attn_cp_rank,
-        dp_size: if uses_system {
-            spec.system_dp_size
-        } else {
-            spec.attn_dp_size
-        },
-        dp_rank: if uses_system {
-            spec.system_dp_rank
-        } else {
-            spec.attn_dp_rank
-        },
-        pp_size: spec.pp_size,
-        pp_rank: spec.pp_rank,
-        dcp_size: spec.dcp_size,
-        dcp_rank: spec.dcp_rank,
-    }
-}
-
-/// Unique for each attachment, in the shape of SGLang's keys.
-fn engine_key(request: &AttachRequest, config: &ServeConfig) -> String {
-    let role = request.role.name();
-    let parallel = &request.parallel;
-    let suffix = getrandom::u32().unwrap_or_default();
-    format!(
-        "io-{role}-dp{}-tp{}-pid{}-{}-{suffix:08x}",
-        parallel.attn_dp_rank,
-        parallel.attn_tp_rank,
-        std::process::id(),
-        config.host
-    )
-}
-
-/// Registers every tensor under its component's label.
-fn register(
-    engine: &Engine,
-    request: &AttachRequest,
-    layout: RankLayout,
-    pools: &[Memory],
-) -> Result<(RankBuffers, Vec<Region>), String> {
-    let mut regions = Vec::new();
-    let mut list = |label: &str, specs: &[TensorSpec], tensors: &[TensorLayout]| {
-        let pairs = specs.iter().zip(tensors);
-        let registered = pairs.map(|(spec, tensor)| {
-            let Some(pool) = pools.get(spec.pool).filter(|_| tensor.bytes.get() > 0) else {
-                return Ok(None);
-            };
-            let region = engine.register(pool, ByteOffset(spec.offset), tensor.bytes, label);
-            let region = region.map_err(|error| format!("{label}: {error}"))?;
-            regions.push(region.clone());
-            Ok(Some(region))
-        });
-        registered.collect::<Result<Vec<Option<Region>>, String>>()
-    };
-    let spec = &request.layout;
-    let kv = list(
-        common::metrics::COMPONENT_KV,
-        &spec.kv.tensors,
-        &layout.kv.tensors,
-    )?;
-    let aux = list(common::metrics::COMPONENT_AUX, &spec.aux, &layout.aux)?;
-    let states = spec.states.iter().zip(&layout.states);
-    let states = states.map(|(spec, state)| list(state.kind.name(), &spec.tensors, &state.tensors));
-    let states = states.collect::<Result<Vec<_>, _>>()?;
-    Ok((
-        RankBuffers {
-            layout,
-            kv,
-            aux,
-            states,
-        },
-        regions,
-    ))
 }

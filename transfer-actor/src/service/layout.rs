@@ -1,9 +1,11 @@
 //! From the buffers that an engine describes to a rank's layout, with every check.
 
-use common::ids::ByteLen;
+use common::ids::{ByteLen, ByteOffset};
 use common::schema::{AttentionKind, KvLayout, RankLayout, StateKind, StateLayout, TensorLayout};
+use io_engine::{Engine, Memory, Region};
 
-use crate::api::{AttentionSpec, LayoutSpec, StateSpec, TensorSpec};
+use crate::api::{AttachRequest, AttentionSpec, LayoutSpec, StateSpec, TensorSpec};
+use crate::rank::RankBuffers;
 
 /// Tensors of one rank at most; the largest models have some hundreds.
 const MAX_TENSORS: usize = 16_384;
@@ -94,6 +96,63 @@ pub fn place_layout(spec: &LayoutSpec, pools: &[u64]) -> Result<RankLayout, Layo
         aux,
         states,
     })
+}
+
+/// Registers every tensor of a placed layout under its component's label.
+///
+/// # Errors
+/// When a tensor cannot be registered; the engine keeps those before it.
+pub fn register_buffers(
+    engine: &Engine,
+    spec: &LayoutSpec,
+    layout: RankLayout,
+    pools: &[Memory],
+) -> Result<(RankBuffers, Vec<Region>), String> {
+    let mut regions = Vec::new();
+    let mut list = |label: &str, specs: &[TensorSpec], tensors: &[TensorLayout]| {
+        let pairs = specs.iter().zip(tensors);
+        let registered = pairs.map(|(spec, tensor)| {
+            let Some(pool) = pools.get(spec.pool).filter(|_| tensor.bytes.get() > 0) else {
+                return Ok(None);
+            };
+            let region = engine.register(pool, ByteOffset(spec.offset), tensor.bytes, label);
+            let region = region.map_err(|error| format!("{label}: {error}"))?;
+            regions.push(region.clone());
+            Ok(Some(region))
+        });
+        registered.collect::<Result<Vec<Option<Region>>, String>>()
+    };
+    let kv = list(
+        common::metrics::COMPONENT_KV,
+        &spec.kv.tensors,
+        &layout.kv.tensors,
+    )?;
+    let aux = list(common::metrics::COMPONENT_AUX, &spec.aux, &layout.aux)?;
+    let states = spec.states.iter().zip(&layout.states);
+    let states = states.map(|(spec, state)| list(state.kind.name(), &spec.tensors, &state.tensors));
+    let states = states.collect::<Result<Vec<_>, _>>()?;
+    Ok((
+        RankBuffers {
+            layout,
+            kv,
+            aux,
+            states,
+        },
+        regions,
+    ))
+}
+
+/// A key for a rank's io engine, in the shape of SGLang's and different for each call.
+pub fn engine_key(request: &AttachRequest, host: &str) -> String {
+    let role = request.role.name();
+    let parallel = &request.parallel;
+    let suffix = getrandom::u32().unwrap_or_default();
+    format!(
+        "io-{role}-dp{}-tp{}-pid{}-{host}-{suffix:08x}",
+        parallel.attn_dp_rank,
+        parallel.attn_tp_rank,
+        std::process::id(),
+    )
 }
 
 fn place_state(

@@ -23,7 +23,7 @@ use crate::metrics::TransferMetrics;
 use crate::rank::RankHandle;
 use crate::shutdown::Shutdown;
 
-pub use layout::{LayoutError, place_layout};
+pub use layout::{LayoutError, engine_key, place_layout, register_buffers};
 
 /// What the parts of the service share.
 pub(crate) struct Service {
