@@ -56,8 +56,11 @@ test-rdma: ## Boots a virtual machine with soft-RoCE devices and tests the rdma 
 	tests/rdma-vm/setup.sh
 	tests/rdma-vm/run.sh -n veth ibv_devices
 
-test-sglang: sglang ## SGLang's own classes finish a request, over the mori package in SGLCONF_MORI if that is set
+test-sglang: cargo sglang wheel nextest ## SGLang's own classes as the other side, and on both sides over our Python module (part of `test`)
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
+	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
+	$(CARGO) build --workspace --locked --bins
+	$(CARGO) nextest run --package tests --locked --no-fail-fast conformance
 
 check: cargo deny check-python ## Format, lints, documentation, licences and bans; nothing may warn
 	$(CARGO) fmt --all --check

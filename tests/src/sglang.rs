@@ -59,6 +59,22 @@ impl SglangPeer {
         }
     }
 
+    /// Whether the interpreter finds `mori` in our wheel; else why not.
+    pub fn imports_our_module() -> Result<(), String> {
+        let program = "import mori.cpp, ferry.mori_compat as ours; assert mori is ours";
+        let imported = Command::new(python())
+            .args(["-c", program])
+            .stderr(Stdio::null())
+            .status();
+        match imported {
+            Ok(status) if status.success() => Ok(()),
+            _ => Err(format!(
+                "{} does not find our wheel: run `make wheel`",
+                python()
+            )),
+        }
+    }
+
     /// Starts a rank and waits until it is up; `peer.py` says what the configuration holds.
     ///
     /// # Panics

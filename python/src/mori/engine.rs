@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc};
 use io_engine::{
-    ByteLen, ByteOffset, Direction, Engine, EngineConfig, ForeignMemory, Region, RemoteRegion,
-    Session, TransportError, TransportKind,
+    ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, ForeignMemory, Region,
+    RemoteRegion, Session, TransportError, TransportKind,
 };
 use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -26,6 +26,8 @@ use crate::mori::transfer::{Ranges, Route, begin};
 
 /// How long a deregistration waits for peers to let go.
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
+/// What regions are called; callers do not say what they register.
+const LABEL: &str = "memory";
 /// The least that the original takes for `chunk_bytes`.
 const MIN_CHUNK_BYTES: u64 = 4096;
 
@@ -168,6 +170,7 @@ impl IOEngine {
         engine_config.tcp_bind = SocketAddr::new(bind, port);
         engine_config.transports = transports()?;
         engine_config.cma_trust_descriptors = is_set("FERRY_CMA_TRUST_DESCRIPTORS");
+        engine_config.fault_opt = fault()?;
         let engine = py
             .detach(|| Engine::start(engine_config))
             .map_err(|error| raised(&error))?;
@@ -292,7 +295,7 @@ impl IOEngine {
         let region = self
             .shared
             .engine
-            .register(&memory, ByteOffset(0), len, "memory")
+            .register(&memory, ByteOffset(0), len, LABEL)
             .map_err(|error| raised(&error))?;
         let desc = region.desc_as(location, device_id);
         let mut regions = self
@@ -599,6 +602,16 @@ fn transports() -> PyResult<Vec<TransportKind>> {
     }
     kinds.retain(|kind| *kind != TransportKind::Shm);
     Ok(kinds)
+}
+
+/// A fault in one transfer, `KIND:memory[:NTH]`, to test whoever must notice.
+fn fault() -> PyResult<Option<FaultSpec>> {
+    let named = std::env::var("FERRY_INJECT_FAULT").unwrap_or_default();
+    if named.is_empty() {
+        return Ok(None);
+    }
+    let fault = named.parse().map(Some);
+    fault.map_err(|error| PyRuntimeError::new_err(format!("FERRY_INJECT_FAULT: {error}")))
 }
 
 fn is_set(variable: &str) -> bool {

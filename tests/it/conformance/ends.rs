@@ -32,7 +32,7 @@ async fn wait_for_release(cluster: &mut Cluster) {
     }
 }
 
-both_directions! {
+every_direction! {
     a_decode_gives_up_before_the_transfer => |direction| async move {
         let mut cluster = Cluster::start(&setting(), direction, ALONE).await;
         let request = request(ROOM);

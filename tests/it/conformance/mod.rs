@@ -2,17 +2,21 @@
 //! their own, whose data plane is the double of MoRI in `tests/conformance`; its descriptors are a
 //! pid and addresses, which our `cma` transport serves where it is told to trust them.
 //!
+//! The same requests also run between SGLang's ranks alone, with its own bootstrap server, over the
+//! `mori` of our Python wheel.
+//!
 //! Every test compares every byte of every destination with what the model's logical shape says,
 //! those that must not change too.
 
 mod dummies;
 mod ends;
 mod model;
+mod module_ends;
 mod rank;
 mod requests;
 mod sharding;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 
 use tests::process::{BootstrapServer, skip};
 use tests::sglang::{NEWEST_RELEASE, SglangPeer};
@@ -26,32 +30,57 @@ use crate::conformance::rank::{ChunkEnd, DEADLINE, Rank, Setting};
 enum Direction {
     OursToSglang,
     SglangToOurs,
+    /// No rank is ours, the data plane of all is.
+    SglangToSglang,
 }
 
-/// Declares each test in both directions.
-macro_rules! both_directions {
-    ($($(#[$meta:meta])* $name:ident => $body:expr;)+) => {
-        mod ours_to_sglang {
-            use super::*;
-            $($(#[$meta])* #[actix_rt::test]
-            async fn $name() {
-                if crate::conformance::can_run(stringify!($name), &setting()) {
-                    ($body)(crate::conformance::Direction::OursToSglang).await;
-                }
-            })+
+impl Direction {
+    /// Says loudly when a test cannot run here.
+    fn can_run(self, test: &str, setting: &Setting) -> bool {
+        if self == Self::SglangToSglang
+            && let Err(reason) = SglangPeer::imports_our_module()
+        {
+            skip(test, &reason);
+            return false;
         }
-        mod sglang_to_ours {
+        can_run(test, setting)
+    }
+}
+
+/// Declares each test in one direction, as a module.
+macro_rules! one_direction {
+    ($module:ident, $direction:ident, $($(#[$meta:meta])* $name:ident => $body:expr;)+) => {
+        mod $module {
             use super::*;
             $($(#[$meta])* #[actix_rt::test]
             async fn $name() {
-                if crate::conformance::can_run(stringify!($name), &setting()) {
-                    ($body)(crate::conformance::Direction::SglangToOurs).await;
+                let direction = crate::conformance::Direction::$direction;
+                if direction.can_run(stringify!($name), &setting()) {
+                    ($body)(direction).await;
                 }
             })+
         }
     };
 }
+pub(crate) use one_direction;
+
+/// Declares each test in both directions between our ranks and SGLang's.
+macro_rules! both_directions {
+    ($($tests:tt)+) => {
+        one_direction! { ours_to_sglang, OursToSglang, $($tests)+ }
+        one_direction! { sglang_to_ours, SglangToOurs, $($tests)+ }
+    };
+}
 pub(crate) use both_directions;
+
+/// Declares each test in every direction.
+macro_rules! every_direction {
+    ($($tests:tt)+) => {
+        both_directions! { $($tests)+ }
+        one_direction! { sglang_over_our_module, SglangToSglang, $($tests)+ }
+    };
+}
+pub(crate) use every_direction;
 
 fn setting() -> Setting {
     Setting {
@@ -61,6 +90,8 @@ fn setting() -> Setting {
         release: NEWEST_RELEASE.to_owned(),
         aux_by_write: false,
         fault_opt: None,
+        is_over_our_module: false,
+        module_fault: "",
     }
 }
 
@@ -83,6 +114,12 @@ struct Cluster {
     _bootstrap: Option<(BootstrapServer, tempfile::TempDir)>,
 }
 
+/// An address that was free a moment ago: SGLang's bootstrap server must be told its port.
+fn free_address(host: IpAddr) -> SocketAddr {
+    let listener = TcpListener::bind(SocketAddr::new(host, 0)).expect("a free port");
+    listener.local_addr().expect("it has an address")
+}
+
 /// How many ranks each side has.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
@@ -102,8 +139,16 @@ const fn tp(prefill_tp: u32, decode_tp: u32) -> Sizes {
 }
 
 impl Cluster {
-    /// Starts all ranks; our bootstrap server is between them.
+    /// Starts all ranks; our bootstrap server is between them, or SGLang's where no rank is ours.
     async fn start(setting: &Setting, direction: Direction, sizes: Sizes) -> Self {
+        if direction == Direction::SglangToSglang {
+            let setting = Setting {
+                is_over_our_module: true,
+                ..setting.clone()
+            };
+            let address = free_address(setting.host);
+            return Self::start_at(&setting, direction, sizes, (address, true)).await;
+        }
         let folder = tempfile::tempdir().expect("a temporary folder");
         let listen = SocketAddr::new(setting.host, 0).to_string();
         let server = BootstrapServer::start(folder.path(), &["--listen", &listen]);
@@ -133,7 +178,7 @@ impl Cluster {
                 Direction::OursToSglang => {
                     Rank::start_ours(setting, Role::Prefill, place, bootstrap).await
                 }
-                Direction::SglangToOurs => {
+                Direction::SglangToOurs | Direction::SglangToSglang => {
                     Rank::start_sglang(setting, Role::Prefill, place, bootstrap, serves)
                 }
             });
@@ -147,7 +192,7 @@ impl Cluster {
                 dcp_rank: tp_rank % sizes.decode_dcp,
             };
             decodes.push(match direction {
-                Direction::OursToSglang => {
+                Direction::OursToSglang | Direction::SglangToSglang => {
                     Rank::start_sglang(setting, Role::Decode, place, bootstrap, false)
                 }
                 Direction::SglangToOurs => {
@@ -217,7 +262,7 @@ impl Cluster {
     fn check_landed(&mut self, request: &Request) {
         for decode in &mut self.decodes {
             let landed = (request.room, &request.target, request.landed_first_page());
-            if decode.is_ours() {
+            if !self.prefills[0].is_ours() {
                 decode.wait_for_aux(landed);
             }
             decode.check(Some(landed));

@@ -40,6 +40,10 @@ pub struct Setting {
     pub aux_by_write: bool,
     /// A fault of our engine.
     pub fault_opt: Option<FaultSpec>,
+    /// Whether SGLang's ranks move bytes by the wheel's `mori` instead of the double.
+    pub is_over_our_module: bool,
+    /// A fault of that module, as `FaultSpec` reads it.
+    pub module_fault: &'static str,
 }
 
 /// A rank of ours, in this process.
@@ -175,6 +179,10 @@ impl Rank {
         });
         // Only then does a decode of SGLang wait for the acknowledgement of an abort.
         environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"] = json!("true");
+        if setting.is_over_our_module {
+            environment["SGLCONF_MORI"] = json!("installed");
+            environment["FERRY_INJECT_FAULT"] = json!(setting.module_fault);
+        }
         let args = shape.sglang_args();
         let configuration = json!({
             "mode": role.name(),

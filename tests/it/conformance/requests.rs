@@ -18,7 +18,7 @@ async fn requests(setting: Setting, direction: Direction, chunks: &[&[usize]]) {
 /// The largest rooms that SGLang makes.
 const ROOM: u64 = (1 << 63) - 9;
 
-both_directions! {
+every_direction! {
     a_hybrid_request_in_one_chunk => |direction| async move {
         requests(setting(), direction, &[&[6]]).await;
     };

@@ -31,7 +31,7 @@ fn few_heads() -> Model {
     }
 }
 
-both_directions! {
+every_direction! {
     tp_1_to_1 => |direction| between(Model::sharded_hybrid(), direction, tp(1, 1));
     tp_2_to_2 => |direction| between(Model::hybrid(), direction, tp(2, 2));
     tp_2_to_1 => |direction| between(Model::sharded_hybrid(), direction, tp(2, 1));

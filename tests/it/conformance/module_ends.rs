@@ -1,0 +1,114 @@
+//! Rooms that do not end well between SGLang's ranks over our Python module: a write that fails or
+//! never ends, a side that dies.
+
+use super::*;
+use crate::conformance::rank::Side;
+
+const ROOM: u64 = 700;
+
+async fn start(module_fault: &'static str) -> Cluster {
+    let setting = Setting {
+        module_fault,
+        ..setting()
+    };
+    Cluster::start(&setting, Direction::SglangToSglang, ALONE).await
+}
+
+fn request(room: u64) -> Request {
+    Request::new(&setting().model, room, &[2, 4])
+}
+
+fn first_chunk(request: &Request) -> Placement {
+    Placement {
+        pages: request.target.pages[..request.chunks[0]].to_vec(),
+        states: vec![Vec::new(); request.target.states.len()],
+        aux: -1,
+    }
+}
+
+/// Sends the first chunk and waits until it has landed.
+async fn send_first_chunk(cluster: &mut Cluster, request: &Request) {
+    cluster.send_chunk(request, 0).await;
+    let landed = first_chunk(request);
+    let decode = &mut cluster.decodes[0];
+    tests::process::wait_for("the first chunk", || {
+        decode.holds((request.room, &landed, 0)).then_some(())
+    });
+}
+
+fn kill(rank: &mut Rank) {
+    match &mut rank.side {
+        Side::Sglang(peer) => peer.kill(),
+        Side::Ours(_) => panic!("this rank is SGLang's"),
+    }
+}
+
+/// Each tensor of a layer is a transfer: the first chunk has four, of which the third fails.
+#[actix_rt::test]
+async fn a_failed_write_of_our_module() {
+    if !Direction::SglangToSglang.can_run("a_failed_write_of_our_module", &setting()) {
+        return;
+    }
+    let mut cluster = start("fail:memory:2").await;
+    let failed = request(ROOM);
+    cluster.open(&failed).await;
+    cluster.send(&failed).await;
+    for side in [&mut cluster.prefills[0], &mut cluster.decodes[0]] {
+        let reason = side.reach(ROOM, RoomStatus::Failed).await;
+        assert!(reason.contains("an injected fault failed"), "{reason}");
+    }
+    // The fault was in one transfer, so the next request is served.
+    cluster.decodes[0].prepare(None);
+    let next = request(ROOM + 1);
+    cluster.transfer(&next).await;
+}
+
+/// The decode gives up while a write is under way that never ends: nothing claims that its pages
+/// are free.
+#[actix_rt::test]
+async fn a_stalled_write_of_our_module() {
+    if !Direction::SglangToSglang.can_run("a_stalled_write_of_our_module", &setting()) {
+        return;
+    }
+    let mut cluster = start("stall:memory:0").await;
+    let stalled = request(ROOM);
+    cluster.open(&stalled).await;
+    cluster.send_chunk(&stalled, 0).await;
+    cluster.prefills[0]
+        .reach(ROOM, RoomStatus::Transferring)
+        .await;
+    cluster.decodes[0].abort(ROOM).await;
+    cluster.prefills[0].reach(ROOM, RoomStatus::Failed).await;
+    cluster.decodes[0].reach(ROOM, RoomStatus::Failed).await;
+    assert!(!cluster.decodes[0].is_release_safe(ROOM).await);
+}
+
+/// SGLang's decode notices by the heartbeats of the bootstrap server that died with its prefill.
+#[actix_rt::test]
+async fn the_prefill_dies() {
+    if !Direction::SglangToSglang.can_run("the_prefill_dies", &setting()) {
+        return;
+    }
+    let mut cluster = start("").await;
+    let request = request(ROOM);
+    cluster.open(&request).await;
+    send_first_chunk(&mut cluster, &request).await;
+    kill(&mut cluster.prefills[0]);
+    cluster.decodes[0].reach(ROOM, RoomStatus::Failed).await;
+    let landed = first_chunk(&request);
+    cluster.decodes[0].check(Some((ROOM, &landed, 0)));
+}
+
+#[actix_rt::test]
+async fn the_decode_dies() {
+    if !Direction::SglangToSglang.can_run("the_decode_dies", &setting()) {
+        return;
+    }
+    let mut cluster = start("").await;
+    let request = request(ROOM);
+    cluster.open(&request).await;
+    send_first_chunk(&mut cluster, &request).await;
+    kill(&mut cluster.decodes[0]);
+    cluster.send_chunk(&request, 1).await;
+    cluster.prefills[0].reach(ROOM, RoomStatus::Failed).await;
+}
