@@ -21,6 +21,8 @@ const DEFAULT_MAX_CONNECTIONS: usize = 32_768;
 /// Half, so that one peer alone cannot keep all others out.
 const DEFAULT_MAX_CONNECTIONS_PER_PEER: usize = DEFAULT_MAX_CONNECTIONS / 2;
 const DEFAULT_MAX_ROOMS: usize = 1_000_000;
+/// Each takes some 100 bytes.
+const DEFAULT_MAX_ROOMS_TOTAL: usize = 4_000_000;
 const DEFAULT_PROBE_INTERVAL: u64 = 5;
 const DEFAULT_PROBE_MISSES: u32 = 3;
 const DEFAULT_SETTLE_SECONDS: u64 = 15;
@@ -127,7 +129,7 @@ pub struct Config {
         default_value_t = DEFAULT_ROOM_SECONDS
     )]
     pub room_seconds: u64,
-    /// Rooms whose dp rank is kept at most; the oldest leave first.
+    /// Rooms of one engine whose dp rank is kept at most; the oldest leave first.
     #[arg(
         long,
         value_name = "NUMBER",
@@ -135,6 +137,14 @@ pub struct Config {
         default_value_t = DEFAULT_MAX_ROOMS
     )]
     pub max_rooms: usize,
+    /// Rooms of all engines together at most; the oldest leave first, whosever they are.
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        env = "FERRY_BOOTSTRAP_MAX_ROOMS_TOTAL",
+        default_value_t = DEFAULT_MAX_ROOMS_TOTAL
+    )]
+    pub max_rooms_total: usize,
     /// Seconds between two probes of each rank's address; 0 turns probing off.
     #[arg(
         long,

@@ -2,6 +2,7 @@
 
 use std::future::{Ready, ready};
 use std::ops::Deref;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -35,6 +36,8 @@ pub struct Fleet {
     /// Those of engines' ports.
     pub(crate) connections: Connections,
     ports: Vec<Arc<Port>>,
+    /// Rooms of all ports.
+    rooms: Arc<AtomicUsize>,
 }
 
 /// One listening port, which serves one engine: a namespace.
@@ -61,13 +64,17 @@ impl Fleet {
         connections: Connections,
         metrics: Metrics,
     ) -> Self {
+        let total = Arc::new(AtomicUsize::new(0));
         let ports = config.listen.iter().map(|listen| {
-            let rooms = Mutex::new(Rooms::new(config.max_rooms, config.room_lifetime()));
+            let total = Arc::clone(&total);
+            let rooms = Rooms::new(config.max_rooms, config.room_lifetime(), total);
             let namespace = listen.namespace.clone();
+            let rooms = Mutex::new(rooms);
             Arc::new(Port { namespace, rooms })
         });
         Self {
             ports: ports.collect(),
+            rooms: total,
             probes: Probes::new(config.allow_rank_cidr.clone()),
             config,
             registrations,
@@ -80,6 +87,27 @@ impl Fleet {
     /// The engines' ports, in the order of the configuration.
     pub fn ports(&self) -> &[Arc<Port>] {
         &self.ports
+    }
+
+    /// Keeps the rooms of all engines together within their bound: the oldest leave first,
+    /// whosever they are.
+    pub(crate) fn bound_rooms(&self) {
+        while self.rooms.load(Ordering::Relaxed) > self.config.max_rooms_total {
+            let ages = self.ports.iter().filter_map(|port| {
+                let oldest = port.rooms().oldest()?;
+                Some((oldest, port))
+            });
+            let Some((_, port)) = ages.min_by_key(|(oldest, _)| *oldest) else {
+                return;
+            };
+            port.rooms().evict_oldest();
+        }
+    }
+
+    /// Drops rooms that are too old.
+    pub(crate) fn expire_rooms(&self) {
+        let now = Instant::now();
+        self.ports.iter().for_each(|port| port.rooms().expire(now));
     }
 
     /// What the last probes found of each rank: whether it answers, or nothing yet.

@@ -6,21 +6,23 @@
 //! server probe others.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
 use futures::{StreamExt, stream};
 use ipnet::IpNet;
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::registry::RankId;
 use crate::writer::Registrations;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Addresses that are dialled at once: those that time out must not hold up a large fleet's round.
-const CONCURRENCY: usize = 256;
+const CONCURRENCY: usize = 1024;
+/// A fleet that is too large for its interval is probed more slowly, not more expensively.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(500);
 
 /// Who is dialled.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -59,13 +61,21 @@ pub struct Probes {
     found: RwLock<HashMap<Place, Found>>,
 }
 
+/// One address that is to be dialled.
+struct Probe {
+    place: Place,
+    instance: String,
+    address: SocketAddr,
+}
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Found {
     instance: String,
     misses_in_a_row: u32,
 }
 
-/// An address as a rank writes it. A dual-stack socket shows IPv4 peers as mapped addresses.
+/// An address as a rank writes it; names are never looked up. A dual-stack socket shows IPv4 peers
+/// as mapped addresses.
 fn address_of(ip: &str) -> Option<IpAddr> {
     let bare = ip
         .strip_prefix('[')
@@ -74,18 +84,28 @@ fn address_of(ip: &str) -> Option<IpAddr> {
     Some(bare.parse::<IpAddr>().ok()?.to_canonical())
 }
 
+/// As [`address_of`], with the port behind it.
+fn instance_address(instance: &str) -> Option<SocketAddr> {
+    let (ip, port) = instance.rsplit_once(':')?;
+    Some(SocketAddr::new(address_of(ip)?, port.parse().ok()?))
+}
+
 /// Whether an address may be dialled for a registration that came from `peer_opt`, where no
-/// networks are named.
+/// networks are named: the peer's own one, and private ones. Loopback is private to each host, so
+/// it is only for peers on this one.
 pub fn may_probe(ip: &str, peer_opt: Option<IpAddr>) -> bool {
     let Some(address) = address_of(ip) else {
         return false;
     };
-    if Some(address) == peer_opt.map(|peer| peer.to_canonical()) {
+    let peer_opt = peer_opt.map(|peer| peer.to_canonical());
+    if Some(address) == peer_opt {
         return true;
     }
+    let is_local_peer = peer_opt.is_some_and(|peer| peer.is_loopback());
     match address {
-        IpAddr::V4(address) => address.is_loopback() || address.is_private(),
-        IpAddr::V6(address) => address.is_loopback() || address.is_unique_local(),
+        address if address.is_loopback() => is_local_peer,
+        IpAddr::V4(address) => address.is_private(),
+        IpAddr::V6(address) => address.is_unique_local(),
     }
 }
 
@@ -98,14 +118,16 @@ impl Probes {
         }
     }
 
-    /// Whether an instance, `ip:port`, may be dialled; `by_default` without networks.
-    fn may_dial(&self, instance: &str, by_default: bool) -> bool {
-        if self.allowed.is_empty() {
-            return by_default;
-        }
-        let ip_opt = instance.rsplit_once(':').and_then(|(ip, _)| address_of(ip));
-        let is_inside = |ip: IpAddr| self.allowed.iter().any(|network| network.contains(&ip));
-        ip_opt.is_some_and(is_inside)
+    /// Where an instance, `ip:port`, is dialled; `None` when it may not be. Without networks
+    /// `by_default` counts.
+    fn target(&self, instance: &str, by_default: bool) -> Option<SocketAddr> {
+        let address = instance_address(instance)?;
+        let is_inside = |network: &IpNet| network.contains(&address.ip());
+        let may_dial = match self.allowed.is_empty() {
+            true => by_default,
+            false => self.allowed.iter().any(is_inside),
+        };
+        may_dial.then_some(address)
     }
 
     /// Whether a place answers: not when it has missed so many probes in a row. `None` when it was
@@ -118,35 +140,54 @@ impl Probes {
         Some(known.misses_in_a_row < misses)
     }
 
-    /// Probes all ranks and registrations once.
-    pub async fn round(&self, registrations: &Registrations) {
-        let state = registrations.state();
-        let mut due: Vec<(Place, String)> = Vec::new();
-        for (namespace, space) in &state.namespaces {
-            let ranks = space.ranks.iter();
-            let ranks = ranks.filter(|(_, rank)| self.may_dial(&rank.instance(), rank.may_probe));
-            due.extend(ranks.map(|(id, rank)| (Place::rank(namespace, *id), rank.instance())));
-            let engines = space.registrations.iter();
-            let engines =
-                engines.filter(|(_, known)| self.may_dial(&known.body.instance, known.may_probe));
-            due.extend(engines.map(|(key, known)| {
-                (
-                    Place::registration(namespace, key),
-                    known.body.instance.clone(),
-                )
-            }));
-        }
+    /// Probes all ranks and registrations once, spread over `interval`, so that neither they nor
+    /// this process notice. Returns at its end, or later where there are too many.
+    pub async fn round(&self, registrations: &Registrations, interval: Duration) {
+        let begun = Instant::now();
+        let due = self.due(registrations);
         self.forget_others(&due);
-        let probes =
-            stream::iter(due).for_each_concurrent(CONCURRENCY, |(place, instance)| async {
-                let answered = timeout(CONNECT_TIMEOUT, TcpStream::connect(&instance)).await;
-                self.record(place, instance, matches!(answered, Ok(Ok(_))));
-            });
+        let number = u32::try_from(due.len().max(1)).unwrap_or(u32::MAX);
+        let pause = (interval / number).max(SHORTEST_PAUSE);
+        let in_time = stream::iter((0..).zip(due)).then(|(at, probe)| async move {
+            sleep_until(begun + pause * at).await;
+            probe
+        });
+        let probes = in_time.for_each_concurrent(CONCURRENCY, |probe| async move {
+            let answered = timeout(CONNECT_TIMEOUT, TcpStream::connect(probe.address)).await;
+            let answered = matches!(answered, Ok(Ok(_)));
+            self.record(probe.place, probe.instance, answered);
+        });
         probes.await;
+        sleep_until(begun + interval).await;
     }
 
-    fn forget_others(&self, due: &[(Place, String)]) {
-        let kept: std::collections::HashSet<&Place> = due.iter().map(|(place, _)| place).collect();
+    fn due(&self, registrations: &Registrations) -> Vec<Probe> {
+        let mut due = Vec::new();
+        let mut add = |place: &dyn Fn() -> Place, instance: String, by_default: bool| {
+            if let Some(address) = self.target(&instance, by_default) {
+                due.push(Probe {
+                    place: place(),
+                    instance,
+                    address,
+                });
+            }
+        };
+        for (namespace, space) in &registrations.state().namespaces {
+            for (id, rank) in &space.ranks {
+                let place = || Place::rank(namespace, *id);
+                add(&place, rank.instance(), rank.may_probe);
+            }
+            for (key, known) in &space.registrations {
+                let place = || Place::registration(namespace, key);
+                add(&place, known.body.instance.clone(), known.may_probe);
+            }
+        }
+        due
+    }
+
+    fn forget_others(&self, due: &[Probe]) {
+        let kept: std::collections::HashSet<&Place> =
+            due.iter().map(|probe| &probe.place).collect();
         self.found
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -207,12 +248,12 @@ mod tests {
     fn only_own_and_private_addresses_are_dialled() {
         let peer = Some("203.0.113.7".parse().unwrap());
         for (ip, allowed) in [
-            ("127.0.0.1", true),
+            ("127.0.0.1", false),
             ("10.1.2.3", true),
             ("203.0.113.7", true),
             ("203.0.113.8", false),
-            ("::1", true),
-            ("[::1]", true),
+            ("::1", false),
+            ("[fd00::1]", true),
             ("::ffff:203.0.113.7", true),
             ("fd00::1", true),
             ("2001:db8::1", false),
@@ -220,6 +261,8 @@ mod tests {
         ] {
             assert_eq!(may_probe(ip, peer), allowed, "{ip}");
         }
+        let here = Some("127.0.0.1".parse().unwrap());
+        assert!(may_probe("127.0.0.1", here) && may_probe("[::1]", here));
     }
 
     #[test]
@@ -236,9 +279,21 @@ mod tests {
             ("10.0.0.1:5", false),
             ("host:5", false),
         ] {
-            assert_eq!(probes.may_dial(instance, true), allowed, "{instance}");
+            let target = probes.target(instance, true);
+            assert_eq!(target.is_some(), allowed, "{instance}");
         }
         let default = Probes::default();
-        assert!(default.may_dial("10.0.0.1:5", true) && !default.may_dial("10.0.0.1:5", false));
+        let here = "10.0.0.1:5";
+        assert_eq!(default.target(here, true), Some(here.parse().unwrap()));
+        assert_eq!(default.target(here, false), None);
+        for unclear in [
+            "host:5",
+            "10.0.0.1",
+            "10.0.0.1:",
+            "10.0.0.1:70000",
+            "10.1:5",
+        ] {
+            assert_eq!(default.target(unclear, true), None, "{unclear}");
+        }
     }
 }

@@ -25,8 +25,8 @@ const ADMIN_WORKERS: usize = 1;
 const ADMIN_CONNECTIONS: usize = 512;
 /// Open files that are no connections of engines' ports: listening sockets, the store, probes.
 const OTHER_FILES: u64 = 2048;
-/// How often files of tokens and certificates are looked at.
-const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
+/// How often files of tokens and certificates are looked at, and old rooms dropped.
+const TEND_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A server whose ports are bound and whose registrations are loaded.
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl Server {
         let admin = admin.map_err(ServeError::Serve)?;
         let tending = [
             actix_web::rt::spawn(probe(self.fleet.clone())),
-            actix_web::rt::spawn(reload(self.fleet)),
+            actix_web::rt::spawn(tend(self.fleet)),
         ];
         let handles = [engines.handle(), admin.handle()];
         let ended = {
@@ -152,15 +152,15 @@ impl Server {
 async fn probe(fleet: Data<Fleet>) {
     let interval = Duration::from_secs(fleet.config.probe_interval);
     while !interval.is_zero() {
-        tokio::time::sleep(interval).await;
-        fleet.probes.round(&fleet.registrations).await;
+        fleet.probes.round(&fleet.registrations, interval).await;
     }
 }
 
-/// Tokens and certificates are replaced by whoever deploys them, at any time.
-async fn reload(fleet: Data<Fleet>) {
+/// Tokens and certificates are replaced by whoever deploys them, at any time; rooms get old.
+async fn tend(fleet: Data<Fleet>) {
     loop {
-        tokio::time::sleep(RELOAD_INTERVAL).await;
+        tokio::time::sleep(TEND_INTERVAL).await;
         fleet.guard.reload();
+        fleet.expire_rooms();
     }
 }

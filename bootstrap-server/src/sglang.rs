@@ -12,11 +12,12 @@ use crate::fleet::ByPort;
 use crate::guard::Who;
 use crate::guard::audit::Reason;
 use crate::probe::may_probe;
-use crate::registry::{Command, RankId, Refused, Registration, ReplyRelease, Shape};
+use crate::registry::{Command, Namespace, RankId, Refused, Registration, ReplyRelease, Shape};
 use crate::writer::{WriteError, now};
 
 const TEXT: &str = "text/plain; charset=utf-8";
 const JSON: &str = "application/json; charset=utf-8";
+const GENERATION_HEADER: &str = "x-ferry-generation";
 const MAX_ROOM: u64 = i64::MAX as u64;
 /// Rooms of one query at most; SGLang asks for those of one scheduling step.
 const MAX_QUERY_ROOMS: usize = 65_536;
@@ -36,6 +37,18 @@ pub(crate) fn not_allowed(allowed: &'static str) -> HttpResponse {
         .insert_header((header::ALLOW, allowed))
         .content_type(TEXT)
         .body("405: Method Not Allowed")
+}
+
+/// Says in a header which generation of the engine an answer is about. Decodes of older releases
+/// fail on a key that they do not know, so it is never in the JSON.
+fn with_generation(mut response: HttpResponse, space_opt: Option<&Namespace>) -> HttpResponse {
+    if let Some(generation) = space_opt.and_then(|space| space.generation_opt.as_ref()) {
+        let name = header::HeaderName::from_static(GENERATION_HEADER);
+        response
+            .headers_mut()
+            .insert(name, generation.number.into());
+    }
+    response
 }
 
 /// `/route`, every method.
@@ -129,6 +142,10 @@ fn get_route(request: &HttpRequest, port: &ByPort) -> HttpResponse {
     }
     let state = port.fleet.registrations.state();
     let space = state.namespaces.get(&port.namespace);
+    with_generation(known_route(space, ranks), space)
+}
+
+fn known_route(space: Option<&Namespace>, ranks: [i64; 4]) -> HttpResponse {
     let complete = space.filter(|space| space.is_complete());
     let generation = complete.and_then(|space| Some((space, space.generation_opt.as_ref()?)));
     let Some((space, generation)) = generation else {
@@ -137,17 +154,9 @@ fn get_route(request: &HttpRequest, port: &ByPort) -> HttpResponse {
             format!("Prefill server not fully registered yet ({registered} workers registered).");
         return text(StatusCode::SERVICE_UNAVAILABLE, reason);
     };
-    // Decodes of older releases fail on a key that they do not know, so this goes into a header.
-    let number = ("x-ferry-generation", generation.number.to_string());
     if ranks == [-1; 4] {
-        return HttpResponse::Ok()
-            .insert_header(number)
-            .content_type(JSON)
-            .body(topology(
-                &generation.shape,
-                space.release(),
-                generation.http_port,
-            ));
+        let topology = topology(&generation.shape, space.release(), generation.http_port);
+        return HttpResponse::Ok().content_type(JSON).body(topology);
     }
     let [dp, cp, tp, pp] = ranks;
     let narrow = |rank: i64| u32::try_from(rank).ok();
@@ -163,10 +172,7 @@ fn get_route(request: &HttpRequest, port: &ByPort) -> HttpResponse {
         Some(rank) => {
             let ip = python_string(&rank.ip);
             let body = format!("{{\"rank_ip\": {ip}, \"rank_port\": {}}}", rank.port);
-            HttpResponse::Ok()
-                .insert_header(number)
-                .content_type(JSON)
-                .body(body)
+            HttpResponse::Ok().content_type(JSON).body(body)
         }
         None => {
             let reason = format!(
@@ -293,6 +299,7 @@ pub(crate) async fn register_dp_rank(
             // The bound above makes it fit.
             let dp_rank = u32::try_from(dp_rank).unwrap_or(u32::MAX);
             let before = port.rooms().put(room, dp_rank, Instant::now());
+            port.fleet.bound_rooms();
             // One for each request of the engine: too many to be shown by default.
             tracing::debug!(target: "audit", who = %Who::of(&request), namespace = port.namespace, room, before, after = dp_rank, "room bound");
             text(StatusCode::OK, "OK")
@@ -340,7 +347,9 @@ pub(crate) async fn query_dp_ranks(
             Some(format!("\"{room}\": {dp_rank}"))
         });
     let body = format!("{{{}}}", known.collect::<Vec<_>>().join(", "));
-    HttpResponse::Ok().content_type(JSON).body(body)
+    let state = port.fleet.registrations.state();
+    let response = HttpResponse::Ok().content_type(JSON).body(body);
+    with_generation(response, state.namespaces.get(&port.namespace))
 }
 
 /// `GET /health`. A stock decode tells a dead prefill by this call alone.
@@ -348,8 +357,10 @@ pub(crate) async fn health(request: HttpRequest, port: ByPort) -> HttpResponse {
     if ![Method::GET, Method::HEAD].contains(request.method()) {
         return not_allowed("GET,HEAD");
     }
-    match port.fleet.unhealthy(&port.namespace) {
+    let response = match port.fleet.unhealthy(&port.namespace) {
         None => text(StatusCode::OK, "OK"),
         Some(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
-    }
+    };
+    let state = port.fleet.registrations.state();
+    with_generation(response, state.namespaces.get(&port.namespace))
 }
