@@ -76,6 +76,11 @@ pub(crate) fn configure(config: &mut ServiceConfig) {
     }
 }
 
+/// Whether a path, as it came, is one of these files.
+pub(crate) fn is_file(path: &str) -> bool {
+    FILES.iter().any(|(known, ..)| *known == path)
+}
+
 async fn file(request: HttpRequest) -> HttpResponse {
     let wanted = request.path();
     let Some((_, content_type, body)) = FILES.iter().find(|(path, ..)| *path == wanted) else {

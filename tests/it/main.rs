@@ -3,6 +3,7 @@
 mod bootstrap_bad_input;
 mod bootstrap_guard;
 mod bootstrap_http;
+mod bootstrap_membership;
 mod bootstrap_namespaces;
 mod bootstrap_server;
 mod conformance;

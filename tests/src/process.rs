@@ -199,6 +199,7 @@ impl BootstrapServer {
     pub fn try_send(&self, request: &Request) -> std::io::Result<Reply> {
         let path = request.path.as_str();
         let is_admin = ["/", "/metrics"].contains(&path)
+            || path.starts_with("/page/")
             || path.starts_with("/v1/engines")
             || path.starts_with("/v1/health");
         request.send(if is_admin { self.admin } else { self.address() })

@@ -23,15 +23,15 @@ use self::tokens::{Denied, Tokens};
 use crate::config::Config;
 use crate::error::ApiError;
 use crate::listener::{Connection, RequestRate, Tls};
-use crate::sglang;
+use crate::{page, sglang};
 
 /// SGLang's variable for the ranks' token.
 pub const SGLANG_TOKEN_VARIABLE: &str = "SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN";
 /// The only `POST` of an engine's port that changes nothing.
 const QUERY_PATH: &str = "/query_dp_ranks";
-/// What anyone may read on the admin port. No rank's address stands in it; the page asks the API
-/// for its data.
-const OPEN_ADMIN_PATHS: [&str; 4] = ["/", "/metrics", "/v1/health/live", "/v1/health/ready"];
+/// What anyone may read on the admin port beside the page's files, which hold no data. No rank's
+/// address stands in it.
+const OPEN_ADMIN_PATHS: [&str; 3] = ["/metrics", "/v1/health/live", "/v1/health/ready"];
 
 /// The checks and what they remember.
 #[derive(Debug)]
@@ -106,7 +106,9 @@ impl Guard {
                 .map_err(Refusal::too_fast)?;
         }
         let (tokens_opt, is_open) = if is_admin(request) {
-            let is_open = !is_write(request) && OPEN_ADMIN_PATHS.contains(&request.path());
+            let path = request.path();
+            let is_known = page::is_file(path) || OPEN_ADMIN_PATHS.contains(&path);
+            let is_open = !is_write(request) && is_known;
             (
                 self.operators_opt.as_ref().or(self.ranks_opt.as_ref()),
                 is_open,
