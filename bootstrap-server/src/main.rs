@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use bootstrap_server::config::{Config, LogFormat};
-use bootstrap_server::server::Server;
+use bootstrap_server::server::{Server, take_all_files};
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
@@ -36,6 +36,7 @@ fn main() -> ExitCode {
 }
 
 async fn run(config: Config) -> Result<()> {
+    take_all_files();
     let server = Server::bind(config)?;
     let mut terminate = signal(SignalKind::terminate()).context("listening for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("listening for SIGINT")?;

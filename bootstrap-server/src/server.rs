@@ -41,13 +41,17 @@ fn bind(at: Address) -> Result<Bound, ServeError> {
     Bound::new(at).map_err(|source| ServeError::Bind { address, source })
 }
 
-/// Each connection is an open file. Takes as many files as the system gives, and says how many
-/// connections that allows.
-fn connections_at_most(wanted: usize) -> usize {
+/// Lets this process have as many open files as the system gives it. For a program of its own:
+/// another that runs a server may depend on small numbers.
+pub fn take_all_files() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     // If it cannot be changed, what it is counts.
     let _ = setrlimit(Resource::Nofile, limit);
+}
+
+/// Each connection is an open file, so the limit of those is one of connections.
+fn connections_at_most(wanted: usize) -> usize {
     let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let possible = usize::try_from(files.saturating_sub(OTHER_FILES)).unwrap_or(usize::MAX);
     if possible < wanted {
