@@ -15,7 +15,7 @@ use crate::guard::Who;
 use crate::probe::{Place, may_probe};
 use crate::registry::{Command, EngineRegistration, Namespace, Rank, RankId, Refused};
 
-use crate::writer::{WriteError, now};
+use crate::writer::{STORE_BUSY, STORE_READ_ONLY, WriteError, now};
 
 /// Missing ranks that are listed; more are only counted.
 const MAX_LISTED: usize = 1024;
@@ -306,7 +306,10 @@ async fn change(
         Err(WriteError::Refused(Refused::Retired(reason))) => {
             Err(ApiError::new(409, "retired", reason))
         }
-        Err(WriteError::Store(reason)) => Err(ApiError::new(503, "store", reason)),
+        Err(error @ WriteError::ReadOnly(_)) => {
+            Err(ApiError::new(503, STORE_READ_ONLY, error.to_string()))
+        }
+        Err(error @ WriteError::Busy) => Err(ApiError::new(503, STORE_BUSY, error.to_string())),
     }
 }
 

@@ -118,9 +118,17 @@ pub struct Config {
     /// Folder of the registrations; one server uses it at a time.
     #[arg(long, value_name = "DIR", env = "FERRY_BOOTSTRAP_DATA_DIR", default_value = DEFAULT_DATA_DIR)]
     pub data_dir: PathBuf,
-    /// Keeps registrations in memory only: they are gone when the server ends.
-    #[arg(long, conflicts_with = "data_dir")]
-    pub ephemeral: bool,
+    /// Where registrations are kept. In memory they are gone when the server ends: for tests.
+    #[arg(long, value_enum, env = "FERRY_BOOTSTRAP_STORE", default_value_t = StoreKind::Sled)]
+    pub store: StoreKind,
+    /// What to do at start when entries of the store that were acknowledged are lost.
+    #[arg(
+        long,
+        value_enum,
+        env = "FERRY_BOOTSTRAP_DAMAGED_STORE",
+        default_value_t = DamagedStore::Refuse
+    )]
+    pub damaged_store: DamagedStore,
     /// Seconds after which a room's dp rank is forgotten.
     #[arg(
         long,
@@ -198,6 +206,26 @@ pub enum ProbeReadiness {
     Fail,
     /// 200: unreachable ranks are only shown.
     Ignore,
+}
+
+/// Where registrations are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StoreKind {
+    /// On the disk, in --data-dir.
+    Sled,
+    /// Nowhere else than in memory.
+    Memory,
+}
+
+/// What to do about a store that has lost something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DamagedStore {
+    /// Say what is lost, and do not start.
+    Refuse,
+    /// Serve what can be read; refuse every change.
+    ReadOnly,
+    /// Go on without what is lost.
+    AcceptLoss,
 }
 
 /// How logs are written.

@@ -70,13 +70,11 @@ pub enum ServeError {
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// Another process holds the folder, or it cannot be opened.
-    #[error(
-        "the store in {folder} cannot be opened: {reason} (is another bootstrap server using it?)"
-    )]
+    #[error("the store in {folder} cannot be opened: {reason}")]
     Open {
         /// The folder.
         folder: String,
-        /// What sled said.
+        /// What is wrong.
         reason: String,
     },
     /// A value was written by a version that this one does not know.
@@ -91,13 +89,27 @@ pub enum StoreError {
         /// Ours.
         known: u8,
     },
-    /// A value cannot be read.
-    #[error("the store holds {key}, which cannot be read: {reason}")]
-    Corrupt {
-        /// The value's key.
-        key: String,
-        /// What is wrong.
-        reason: String,
+    /// The layout of a newer server.
+    #[error(
+        "the store in {folder} has layout {found}, this server knows layouts up to {known}; use the newer server or another --data-dir"
+    )]
+    Schema {
+        /// The folder.
+        folder: String,
+        /// Its layout.
+        found: u64,
+        /// Ours.
+        known: u32,
+    },
+    /// Something that was acknowledged is not there, or cannot be read.
+    #[error(
+        "the store has lost {number} entries that were acknowledged: {names}. Restore the data folder from a copy; or start with --damaged-store read-only to serve what can be read and change nothing, or with --damaged-store accept-loss to go on without them: a rank that is lost must be restarted so that it registers again"
+    )]
+    Damaged {
+        /// How many.
+        number: usize,
+        /// Their names, not all if there are many.
+        names: String,
     },
     /// A change could not be written or synchronised.
     #[error("the change could not be made durable: {0}")]

@@ -7,6 +7,7 @@ use actix_web::web::{self, Data};
 use serde_json::json;
 
 use crate::fleet::Fleet;
+use crate::writer::STORE_READ_ONLY;
 
 pub(crate) fn configure(config: &mut web::ServiceConfig) {
     config
@@ -24,7 +25,7 @@ async fn ready(fleet: Data<Fleet>) -> HttpResponse {
     let store = fleet.registrations.trouble();
     let problems: Vec<_> = store
         .iter()
-        .map(|message| json!({ "code": "store", "message": message }))
+        .map(|message| json!({ "code": STORE_READ_ONLY, "message": message }))
         .collect();
     let state = fleet.registrations.state();
     let engines = state.namespaces.keys().filter_map(|namespace| {

@@ -2,7 +2,8 @@
 
 use common::metrics as names;
 use prometheus::{
-    Histogram, HistogramOpts, HistogramVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry,
 };
 
 use crate::listener::REFUSED;
@@ -26,6 +27,8 @@ pub struct Metrics {
     pub ranks_probed: IntGaugeVec,
     pub unknown_fields: IntCounterVec,
     pub store_seconds: Histogram,
+    pub store_read_only: IntGauge,
+    pub store_failures: IntCounter,
 }
 
 impl Metrics {
@@ -58,6 +61,16 @@ impl Metrics {
             "time to make one group of changes durable",
         ))?;
         registry.register(Box::new(store_seconds.clone()))?;
+        let store_read_only = IntGauge::new(
+            names::BOOTSTRAP_STORE_READ_ONLY,
+            "1 while changes are refused because the store fails",
+        )?;
+        registry.register(Box::new(store_read_only.clone()))?;
+        let store_failures = IntCounter::new(
+            names::BOOTSTRAP_STORE_FAILURES,
+            "failed attempts to make something durable",
+        )?;
+        registry.register(Box::new(store_failures.clone()))?;
         let connections = IntGauge::new(
             names::BOOTSTRAP_CONNECTIONS,
             "open connections of engines' ports",
@@ -123,6 +136,8 @@ impl Metrics {
                 &namespace,
             )?,
             store_seconds,
+            store_read_only,
+            store_failures,
             registry,
         })
     }

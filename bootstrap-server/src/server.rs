@@ -7,7 +7,7 @@ use std::time::Duration;
 use actix_web::web::Data;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
-use crate::config::{Address, Config};
+use crate::config::{Address, Config, StoreKind};
 use crate::error::ServeError;
 use crate::fleet::Fleet;
 use crate::guard::Guard;
@@ -76,13 +76,12 @@ impl Server {
         let engines = config.listen.iter().map(|listen| bind(listen.at));
         let engines: Vec<Bound> = engines.collect::<Result<_, ServeError>>()?;
         let admin = bind(config.admin_listen)?;
-        let store: Box<dyn Store> = if config.ephemeral {
-            Box::new(MemoryStore::default())
-        } else {
-            Box::new(SledStore::open(&config.data_dir)?)
+        let store: Box<dyn Store> = match config.store {
+            StoreKind::Memory => Box::new(MemoryStore),
+            StoreKind::Sled => Box::new(SledStore::open(&config.data_dir)?),
         };
         let metrics = Metrics::new().map_err(|error| ServeError::Metrics(error.to_string()))?;
-        let registrations = Registrations::start(store, metrics.clone())?;
+        let registrations = Registrations::start(store, config.damaged_store, metrics.clone())?;
         let connections = Connections::new(
             connections_at_most(config.max_connections),
             config.max_connections_per_peer,

@@ -100,7 +100,7 @@ fn write_error(request: &HttpRequest, error: WriteError) -> HttpResponse {
         WriteError::Refused(Refused::Inconsistent(_)) => StatusCode::BAD_REQUEST,
         WriteError::Refused(Refused::Retired(_)) => StatusCode::CONFLICT,
         WriteError::Refused(Refused::Unknown) => StatusCode::NOT_FOUND,
-        WriteError::Store(_) => StatusCode::SERVICE_UNAVAILABLE,
+        WriteError::ReadOnly(_) | WriteError::Busy => StatusCode::SERVICE_UNAVAILABLE,
     };
     refused(request, status, error.to_string())
 }
@@ -141,7 +141,7 @@ fn get_route(request: &HttpRequest, port: &ByPort) -> HttpResponse {
         }
     }
     let state = port.fleet.registrations.state();
-    let space = state.namespaces.get(&port.namespace);
+    let space = state.get(&port.namespace);
     with_generation(known_route(space, ranks), space)
 }
 
@@ -349,7 +349,7 @@ pub(crate) async fn query_dp_ranks(
     let body = format!("{{{}}}", known.collect::<Vec<_>>().join(", "));
     let state = port.fleet.registrations.state();
     let response = HttpResponse::Ok().content_type(JSON).body(body);
-    with_generation(response, state.namespaces.get(&port.namespace))
+    with_generation(response, state.get(&port.namespace))
 }
 
 /// `GET /health`. A stock decode tells a dead prefill by this call alone.
@@ -362,5 +362,5 @@ pub(crate) async fn health(request: HttpRequest, port: ByPort) -> HttpResponse {
         Some(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
     };
     let state = port.fleet.registrations.state();
-    with_generation(response, state.namespaces.get(&port.namespace))
+    with_generation(response, state.get(&port.namespace))
 }

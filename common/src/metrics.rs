@@ -70,6 +70,10 @@ pub const BOOTSTRAP_RANKS_PROBED: &str = "ferry_bootstrap_ranks_probed_count";
 pub const BOOTSTRAP_UNKNOWN_FIELDS: &str = "ferry_bootstrap_unknown_fields_total";
 /// Seconds to make one change durable.
 pub const BOOTSTRAP_STORE_SECONDS: &str = "ferry_bootstrap_store_commit_seconds";
+/// 1 while changes are refused because the store fails, else 0.
+pub const BOOTSTRAP_STORE_READ_ONLY: &str = "ferry_bootstrap_store_read_only_state";
+/// Failed attempts to make something durable.
+pub const BOOTSTRAP_STORE_FAILURES: &str = "ferry_bootstrap_store_failures_total";
 
 /// Label: which part of a request's state.
 pub const LABEL_COMPONENT: &str = "component";
@@ -143,4 +147,6 @@ pub const ALL: &[&str] = &[
     BOOTSTRAP_RANKS_PROBED,
     BOOTSTRAP_UNKNOWN_FIELDS,
     BOOTSTRAP_STORE_SECONDS,
+    BOOTSTRAP_STORE_READ_ONLY,
+    BOOTSTRAP_STORE_FAILURES,
 ];

@@ -399,6 +399,8 @@ fn every_metric_is_there_and_requests_are_counted_by_route_and_code() {
         names::BOOTSTRAP_RANKS_PROBED,
         names::BOOTSTRAP_UNKNOWN_FIELDS,
         names::BOOTSTRAP_STORE_SECONDS,
+        names::BOOTSTRAP_STORE_READ_ONLY,
+        names::BOOTSTRAP_STORE_FAILURES,
     ] {
         assert!(
             text.contains(&format!("# TYPE {name} ")),
@@ -463,14 +465,16 @@ fn a_value_of_an_unknown_version_is_refused_at_the_start() {
     let server = BootstrapServer::start(folder.path(), &[]);
     put(&server, &route_body(1, 0, 41000, 64));
     assert!(server.end_with("TERM").success());
-    let database = sled::open(folder.path()).expect("the store opens");
+    // The first start made the first folder of values.
+    let database = sled::open(folder.path().join("store-1")).expect("the store opens");
     let (key, value) = database
         .iter()
         .next()
         .expect("a value")
         .expect("it can be read");
     let mut newer = value.to_vec();
-    newer[0] = 200;
+    // The version stands behind the number of the change.
+    newer[8] = 200;
     database.insert(key, newer).expect("it can be written");
     database.flush().expect("it is written");
     drop(database);

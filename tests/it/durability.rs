@@ -214,7 +214,7 @@ fn an_fdatasync_stands_between_each_put_and_its_200() {
     assert_eq!(found, puts.len(), "{calls:?}");
 }
 
-fn children(pid: u32) -> Vec<u32> {
+pub(crate) fn children(pid: u32) -> Vec<u32> {
     let listed = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
     let listed = listed.expect("the kernel lists children");
     listed
@@ -224,7 +224,7 @@ fn children(pid: u32) -> Vec<u32> {
 }
 
 /// Whether strace is there and may trace.
-fn strace_works(trace: &Path) -> Result<(), String> {
+pub(crate) fn strace_works(trace: &Path) -> Result<(), String> {
     let tried = Command::new("strace")
         .arg("-f")
         .arg("-o")

@@ -11,3 +11,4 @@ mod dashboards;
 mod demo;
 mod durability;
 mod service;
+mod store;

@@ -78,7 +78,7 @@ class BootstrapServer(Process):
             port = listen[at] if listen else 0
             command += ["--listen", f"127.0.0.1:{port}={name}"]
         if "--data-dir" not in options:
-            command.append("--ephemeral")
+            command += ["--store", "memory"]
         super().__init__([*command, *options])
         addresses = dict(word.split("=") for word in self.ready)
         self.admin = addresses.pop("admin")

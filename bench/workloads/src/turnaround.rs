@@ -100,7 +100,8 @@ pub fn run(args: &TurnaroundArgs) -> Result<()> {
         "127.0.0.1:0",
         "--admin-listen",
         "127.0.0.1:0",
-        "--ephemeral",
+        "--store",
+        "memory",
         "--probe-interval",
         "0",
     ];

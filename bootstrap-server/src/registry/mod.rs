@@ -120,7 +120,7 @@ impl Namespace {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct State {
     /// By name.
-    pub namespaces: BTreeMap<String, Namespace>,
+    pub namespaces: BTreeMap<String, Arc<Namespace>>,
 }
 
 /// A change that is asked for.
@@ -192,6 +192,11 @@ impl Command {
 }
 
 impl State {
+    /// What is under a name.
+    pub fn get(&self, namespace: &str) -> Option<&Namespace> {
+        self.namespaces.get(namespace).map(Arc::as_ref)
+    }
+
     /// Applies a command to one namespace.
     ///
     /// # Errors
@@ -203,6 +208,8 @@ impl State {
         now: u64,
     ) -> Result<Applied, Refused> {
         let space = self.namespaces.entry(namespace.to_owned()).or_default();
+        // Readers keep the namespace as it was; all others are shared with them.
+        let space = Arc::make_mut(space);
         let before = space.shown(command);
         let applied = space.apply(command, now).map(|applied| Applied {
             before,

@@ -1,32 +1,22 @@
 //! Values in memory: for tests, and for a server that is to forget everything when it ends.
 
-use std::collections::BTreeMap;
-
-use super::{Change, Entry, Store};
+use super::{Change, Entry, Loaded, Store};
 use crate::error::StoreError;
 
-/// A store without a disk.
-#[derive(Debug, Default)]
-pub struct MemoryStore {
-    values: BTreeMap<Vec<u8>, Vec<u8>>,
-}
+/// A store that keeps nothing: what a server serves is in its memory anyway.
+#[derive(Debug)]
+pub struct MemoryStore;
 
 impl Store for MemoryStore {
-    fn load(&self) -> Result<Vec<Entry>, StoreError> {
-        Ok(self
-            .values
-            .iter()
-            .map(|(key, value)| (key.clone(), value.clone()))
-            .collect())
+    fn load(&mut self) -> Result<Loaded, StoreError> {
+        Ok(Loaded::default())
     }
 
-    fn commit(&mut self, changes: &[Change]) -> Result<(), StoreError> {
-        for (key, value_opt) in changes {
-            match value_opt {
-                Some(value) => self.values.insert(key.clone(), value.clone()),
-                None => self.values.remove(key),
-            };
-        }
+    fn rewrite(&mut self, _entries: &[Entry]) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    fn commit(&mut self, _changes: &[Change]) -> Result<(), StoreError> {
         Ok(())
     }
 }

@@ -1,0 +1,363 @@
+//! The store: older layouts are taken over, damage is named, a failing disk makes the server
+//! read-only and a working one makes it writable again, and nothing acknowledged is ever lost.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+use tests::http::{Reply, Request};
+use tests::process::{BootstrapServer, program, run_to_end, skip, wait_for};
+use tests::registrations::{route_body, route_path, topology_path, with};
+
+const READ_ONLY: &str = "ferry_bootstrap_store_read_only_state";
+
+fn put(server: &BootstrapServer, body: &Value) -> Reply {
+    server.send(&Request::put("/route", body))
+}
+
+fn start(folder: &Path, arguments: &[&str]) -> BootstrapServer {
+    BootstrapServer::start(folder, &[&["--probe-interval", "0"], arguments].concat())
+}
+
+/// Copies a folder and those below it.
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).expect("a folder");
+    for entry in std::fs::read_dir(from).expect("the folder exists") {
+        let path = entry.expect("an entry").path();
+        let target = to.join(path.file_name().expect("a name"));
+        match path.is_dir() {
+            true => copy(&path, &target),
+            false => {
+                std::fs::copy(&path, &target).expect("a copy");
+            }
+        }
+    }
+}
+
+/// The folder that holds the values now.
+fn values(data: &Path) -> PathBuf {
+    let schema = std::fs::read(data.join("schema")).expect("the schema");
+    let schema: Value = serde_json::from_slice(&schema).expect("json");
+    data.join(schema["folder"].as_str().expect("a name"))
+}
+
+/// Why a server does not start.
+fn refused(data: &Path) -> String {
+    let mut command = Command::new(program("bootstrap-server"));
+    BootstrapServer::command(&mut command, data, &[]);
+    let (status, text) = run_to_end(&mut command);
+    assert_eq!(status.code(), Some(1), "{text}");
+    text
+}
+
+#[test]
+fn a_store_of_the_first_layout_is_taken_over() {
+    let golden = Path::new(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/golden/store-layout-1"
+    ));
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    copy(golden, folder.path());
+    for _ in 0..2 {
+        let server = start(folder.path(), &[]);
+        assert_eq!(server.json("/v1/engines/default")["generation"], 2);
+        assert_eq!(server.json(&topology_path())["page_size"], 64);
+        assert_eq!(server.json(&route_path(0, 0, 1, 0))["rank_port"], 41002);
+        let retired = put(&server, &route_body(1, 0, 41000, 32));
+        assert_eq!(retired.status, 409, "{}", retired.text());
+        server.kill();
+    }
+    assert!(values(folder.path()).is_dir());
+    assert!(!folder.path().join("db").exists(), "the old files are gone");
+}
+
+/// sled takes what stands before a damaged byte for the whole; the server does not.
+#[test]
+fn a_flipped_byte_is_refused_by_name_or_served_read_only_or_accepted() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let server = start(folder.path(), &[]);
+    for rank in 0..3 {
+        put(&server, &route_body(4, rank, 41000 + rank as u16, 64));
+    }
+    put(&server, &route_body(4, 0, 41010, 64));
+    server.kill();
+    let file = values(folder.path()).join("db");
+    let mut bytes = std::fs::read(&file).expect("the file");
+    let needle = b"\"port\":41002";
+    let at = bytes
+        .windows(needle.len())
+        .rposition(|window| window == needle);
+    bytes[at.expect("the rank is in the file")] ^= 0x40;
+    std::fs::write(&file, bytes).expect("it can be written");
+    for _ in 0..2 {
+        let text = refused(folder.path());
+        for part in [
+            "\"tp\":2",
+            "it is gone",
+            "\"tp\":0",
+            "its last change is gone",
+            "accept-loss",
+        ] {
+            assert!(text.contains(part), "{part:?} in {text}");
+        }
+    }
+    let server = start(folder.path(), &["--damaged-store", "read-only"]);
+    let known = server.json("/v1/engines/default");
+    assert_eq!(known["ranks_present"].as_array().map(Vec::len), Some(2));
+    let reply = put(&server, &route_body(4, 3, 41003, 64));
+    assert_eq!(reply.status, 503);
+    assert!(
+        reply.text().starts_with("store_read_only: "),
+        "{}",
+        reply.text()
+    );
+    let ready = server.send(&Request::get("/v1/health/ready"));
+    assert_eq!(ready.status, 503);
+    assert!(ready.text().contains("store_read_only"), "{}", ready.text());
+    assert_eq!(server.metric(READ_ONLY), Some(1.0));
+    server.kill();
+    let server = start(folder.path(), &["--damaged-store", "accept-loss"]);
+    assert_eq!(put(&server, &route_body(4, 2, 41002, 64)).status, 200);
+    server.kill();
+    let server = start(folder.path(), &[]);
+    let known = server.json("/v1/engines/default");
+    assert_eq!(known["ranks_present"].as_array().map(Vec::len), Some(3));
+}
+
+#[test]
+fn a_torn_file_is_noticed() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let server = start(folder.path(), &[]);
+    put(&server, &route_body(2, 0, 41000, 64));
+    put(&server, &route_body(2, 1, 41001, 64));
+    server.kill();
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .open(values(folder.path()).join("db"))
+        .expect("the file");
+    let length = file.metadata().expect("its size").len();
+    file.set_len(length - 20).expect("it can be cut");
+    assert!(refused(folder.path()).contains("\"tp\":1"));
+}
+
+#[test]
+fn a_newer_layout_is_refused() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    std::fs::write(
+        folder.path().join("schema"),
+        "{\"schema\": 99, \"folder\": \"x\"}",
+    )
+    .expect("it can be written");
+    assert!(refused(folder.path()).contains("has layout 99"));
+}
+
+/// The real program with a real error of `fdatasync`: the second registration's fails.
+#[test]
+fn a_failing_fdatasync_is_never_a_200_and_new_files_follow() {
+    const TEST: &str = "a_failing_fdatasync_is_never_a_200_and_new_files_follow";
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let trace = folder.path().join("trace");
+    if let Err(reason) = crate::durability::strace_works(&trace) {
+        return skip(TEST, &reason);
+    }
+    let data = folder.path().join("data");
+    let mut command = Command::new("strace");
+    // strace counts for each thread: this is the second change of the writer's.
+    command
+        .args(["-f", "-y", "-e", "trace=fdatasync", "-e"])
+        .arg("inject=fdatasync:error=EIO:when=2")
+        .arg("-o")
+        .arg(&trace)
+        .arg(program("bootstrap-server"));
+    BootstrapServer::command(&mut command, &data, &["--probe-interval", "0"]);
+    let server = BootstrapServer::spawn(&mut command);
+    let first = route_body(2, 0, 41000, 64);
+    assert_eq!(put(&server, &first).status, 200);
+    let reply = put(&server, &route_body(2, 1, 41001, 64));
+    assert_eq!(reply.status, 503, "{}", reply.text());
+    assert!(
+        reply.text().starts_with("store_read_only: "),
+        "{}",
+        reply.text()
+    );
+    assert_eq!(server.metric(READ_ONLY), Some(1.0));
+    assert_eq!(server.send(&Request::get("/v1/health/ready")).status, 503);
+    assert_eq!(put(&server, &first).status, 200, "it is so already");
+    let present = || {
+        server.json("/v1/engines/default")["ranks_present"]
+            .as_array()
+            .map(Vec::len)
+    };
+    assert_eq!(present(), Some(1), "what failed is not seen");
+    wait_for("the store works again", || {
+        (server.metric(READ_ONLY) == Some(0.0)).then_some(())
+    });
+    assert_eq!(server.send(&Request::get("/v1/health/ready")).status, 200);
+    assert_eq!(put(&server, &route_body(2, 1, 41002, 64)).status, 200);
+    let traced = crate::durability::children(server.pid());
+    traced
+        .iter()
+        .for_each(|pid| tests::process::signal(*pid, "KILL"));
+    server.wait();
+    let text = std::fs::read_to_string(&trace).expect("the trace");
+    let synchronised: Vec<&str> = text
+        .lines()
+        .filter(|line| line.contains("fdatasync("))
+        .collect();
+    let failed = synchronised.iter().position(|line| line.contains("EIO"));
+    let failed = failed.unwrap_or_else(|| panic!("a call failed: {text}"));
+    let file = |line: &str| line.split(['<', '>']).nth(1).map(str::to_owned);
+    for later in &synchronised[failed + 1..] {
+        assert_ne!(
+            file(later),
+            file(synchronised[failed]),
+            "a file that failed: {text}"
+        );
+    }
+    let server = start(&data, &[]);
+    assert_eq!(server.json(&route_path(0, 0, 0, 0))["rank_port"], 41000);
+    assert_eq!(server.json(&route_path(0, 0, 1, 0))["rank_port"], 41002);
+}
+
+/// A small disk of its own: a tmpfs in a mount namespace, which a sleeping process holds.
+struct SmallDisk {
+    holder: Child,
+    folder: PathBuf,
+}
+
+impl SmallDisk {
+    fn new(folder: &Path, mebibytes: u32) -> Result<Self, String> {
+        let script = format!(
+            "mount -t tmpfs -o size={mebibytes}m none {0} && touch {0}/mounted && exec sleep 600",
+            folder.display()
+        );
+        let holder = Command::new("unshare")
+            .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
+            .stdin(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|error| format!("unshare cannot be started: {error}"))?;
+        let folder = folder.to_owned();
+        let mut disk = Self { holder, folder };
+        let mounted = wait_for("a small tmpfs", || {
+            let ended = disk.holder.try_wait().expect("it can be waited for");
+            match ended {
+                Some(status) => Some(Err(format!("no tmpfs can be mounted: {status}"))),
+                None => disk.path("mounted").exists().then_some(Ok(())),
+            }
+        });
+        mounted.map(|()| disk)
+    }
+
+    /// A file of the disk, as seen from outside of its namespace.
+    fn path(&self, name: &str) -> PathBuf {
+        let root = PathBuf::from(format!("/proc/{}/root", self.holder.id()));
+        let inside = self.folder.strip_prefix("/").expect("an absolute path");
+        root.join(inside).join(name)
+    }
+
+    /// A command that runs in its namespace.
+    fn inside(&self) -> Command {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--target={}", self.holder.id())).args([
+            "--user",
+            "--mount",
+            "--preserve-credentials",
+        ]);
+        command
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = self.inside();
+        command.arg(program("bootstrap-server"));
+        BootstrapServer::command(&mut command, &self.folder.join("data"), arguments);
+        command
+    }
+
+    fn grow(&self, mebibytes: u32) {
+        let size = format!("remount,size={mebibytes}m");
+        let grown = self
+            .inside()
+            .args(["mount", "-o", &size])
+            .arg(&self.folder)
+            .status();
+        assert!(grown.expect("nsenter starts").success());
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = self.holder.kill();
+        let _ = self.holder.wait();
+    }
+}
+
+/// Registrations until the disk is full, a kill, room again: what was answered 200 is there.
+#[test]
+fn a_full_disk_loses_nothing_and_writing_begins_again_by_itself() {
+    const TEST: &str = "a_full_disk_loses_nothing_and_writing_begins_again_by_itself";
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let disk = match SmallDisk::new(folder.path(), 6) {
+        Ok(disk) => disk,
+        Err(reason) => return skip(TEST, &reason),
+    };
+    let start = || BootstrapServer::spawn(&mut disk.command(&["--probe-interval", "0"]));
+    // Large registrations fill it soon; one rank more than are registered keeps it incomplete.
+    let padding = "x".repeat(20_000);
+    let body = |rank: u32| {
+        let body = route_body(1001, rank, 1024 + rank as u16, 64);
+        with(&body, "of_the_future", Value::from(padding.as_str()))
+    };
+    let present = |server: &BootstrapServer| -> BTreeMap<u64, String> {
+        let engine = server.json("/v1/engines/default");
+        let ranks = engine["ranks_present"].as_array().into_iter().flatten();
+        ranks
+            .map(|rank| {
+                let instance = rank["instance"].as_str().unwrap_or_default();
+                (rank["tp"].as_u64().unwrap_or(u64::MAX), instance.to_owned())
+            })
+            .collect()
+    };
+    let server = start();
+    let mut acknowledged = BTreeMap::new();
+    let refused = (0..1000).find_map(|rank| {
+        let reply = put(&server, &body(rank));
+        if reply.status != 200 {
+            return Some(reply);
+        }
+        acknowledged.insert(u64::from(rank), format!("127.0.0.1:{}", 1024 + rank));
+        None
+    });
+    let reply = refused.expect("the disk fills up");
+    assert_eq!(reply.status, 503);
+    assert!(
+        reply.text().starts_with("store_read_only: "),
+        "{}",
+        reply.text()
+    );
+    println!("{} registrations fitted", acknowledged.len());
+    assert_eq!(
+        present(&server),
+        acknowledged,
+        "reads go on, and nothing more is seen"
+    );
+    assert_eq!(server.send(&Request::get("/v1/health/ready")).status, 503);
+    server.kill();
+    for _ in 0..2 {
+        let server = start();
+        assert_eq!(present(&server), acknowledged, "a start on the full disk");
+        assert_eq!(server.metric(READ_ONLY), Some(1.0));
+        assert_eq!(put(&server, &body(999)).status, 503);
+        server.kill();
+    }
+    let server = start();
+    disk.grow(24);
+    wait_for("the store works again", || {
+        (server.metric(READ_ONLY) == Some(0.0)).then_some(())
+    });
+    assert_eq!(put(&server, &body(999)).status, 200);
+    acknowledged.insert(999, "127.0.0.1:2023".to_owned());
+    server.kill();
+    assert_eq!(present(&start()), acknowledged, "with room again");
+}
