@@ -41,7 +41,7 @@ impl BootstrapServer {
         let mut arguments = vec!["", "--listen", listen, "--admin-listen", admin_listen];
         match data_dir {
             Some(folder) => arguments.extend(["--data-dir", folder]),
-            None => arguments.push("--ephemeral"),
+            None => arguments.extend(["--store", "memory"]),
         }
         let config = Config::try_parse_from(arguments)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
