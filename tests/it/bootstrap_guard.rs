@@ -6,16 +6,14 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rcgen::{
-    BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    date_time_ymd,
-};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde_json::json;
 use tests::http::{Reply, Request};
 use tests::process::{BootstrapServer, program, run_to_end, wait_for};
 use tests::registrations::{registration_body, registration_path, route_body, topology_path};
+
+use crate::certificates::Authority;
 
 const RANK: &str = "rank-secret";
 const ADMIN: &str = "admin-secret";
@@ -330,41 +328,6 @@ fn a_body_that_is_too_long_is_413_and_changes_nothing() {
         assert_eq!(reply.status, 413, "{path}: {}", reply.text());
     }
     assert_eq!(server.json("/v1/engines"), json!({ "engines": [] }));
-}
-
-/// An authority, and what it signs.
-struct Authority {
-    issuer: Issuer<'static, KeyPair>,
-    certificate: String,
-}
-
-impl Authority {
-    fn new(name: &str) -> Self {
-        let mut params = CertificateParams::new(vec![name.to_owned()]).expect("a name");
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let key = KeyPair::generate().expect("a key");
-        let certificate = params.self_signed(&key).expect("a certificate").pem();
-        let issuer = Issuer::new(params, key);
-        Self {
-            issuer,
-            certificate,
-        }
-    }
-
-    /// A certificate and its key, in PEM.
-    fn sign(&self, name: &str, last_year: i32) -> (String, String) {
-        let names = vec![name.to_owned(), "127.0.0.1".to_owned()];
-        let mut params = CertificateParams::new(names).expect("names");
-        params.not_before = date_time_ymd(2020, 1, 1);
-        params.not_after = date_time_ymd(last_year, 1, 1);
-        params.extended_key_usages = vec![
-            ExtendedKeyUsagePurpose::ServerAuth,
-            ExtendedKeyUsagePurpose::ClientAuth,
-        ];
-        let key = KeyPair::generate().expect("a key");
-        let signed = params.signed_by(&key, &self.issuer).expect("a certificate");
-        (signed.pem(), key.serialize_pem())
-    }
 }
 
 /// Sends a request over TLS, as a client that believes one authority.

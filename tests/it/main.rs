@@ -6,6 +6,7 @@ mod bootstrap_http;
 mod bootstrap_membership;
 mod bootstrap_namespaces;
 mod bootstrap_server;
+mod certificates;
 mod conformance;
 mod dashboards;
 mod demo;

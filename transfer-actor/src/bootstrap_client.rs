@@ -7,9 +7,14 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use common::wire::route::{RankAddress, RegistrationBody, RouteRegistration, TopologyReply};
-use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
+use reqwest::header::{AUTHORIZATION, HeaderMap};
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
 use serde::de::DeserializeOwned;
+
+use crate::bootstrap_access::{BootstrapAccess, CA_FILE};
+
+const HTTP: &str = "http";
+const HTTPS: &str = "https";
 
 /// How long a connection may take to open.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -72,34 +77,40 @@ pub struct BootstrapClient {
     base: Url,
 }
 
-/// SGLang's variable for the token that a guarded server wants to see.
-const TOKEN_VARIABLE: &str = "SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN";
-
 impl BootstrapClient {
-    /// A client of the server at `host:port`. An IPv6 host may come bare (`fd00::1:8998`: what
-    /// stands behind the last colon is the port) or in brackets. Nothing is sent yet. It shows the
-    /// token in `SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN`, if that is set.
+    /// A client of the server at `host:port`, with `http://` or `https://` before it where one is
+    /// wanted. An IPv6 host may come bare (`fd00::1:8998`: what stands behind the last colon is the
+    /// port) or in brackets. Nothing is sent yet.
+    ///
+    /// The environment says which token it shows and what it trusts (`bootstrap_access`); without a
+    /// scheme TLS is spoken where authorities are given.
     ///
     /// # Errors
-    /// [`BootstrapError::Refused`] with status 400 when the text is no host and port.
+    /// [`BootstrapError::Refused`] with status 400 when the text is no host and port, or with 401
+    /// when what the environment names cannot be used.
     pub fn new(host_port: &str) -> Result<Self, BootstrapError> {
-        let base = base_url(host_port).ok_or_else(|| BootstrapError::Refused {
-            status: StatusCode::BAD_REQUEST.as_u16(),
-            text: format!("{host_port:?} is no bootstrap server: expected host:port"),
+        let refused = |status: StatusCode, text: String| BootstrapError::Refused {
+            status: status.as_u16(),
+            text,
+        };
+        let access = BootstrapAccess::from_environment()
+            .map_err(|reason| refused(StatusCode::UNAUTHORIZED, reason))?;
+        let base = base_url(host_port, access.is_tls).ok_or_else(|| {
+            let text = format!("{host_port:?} is no bootstrap server: expected host:port");
+            refused(StatusCode::BAD_REQUEST, text)
         })?;
-        let mut headers = HeaderMap::new();
-        if let Ok(token) = std::env::var(TOKEN_VARIABLE) {
-            let shown = HeaderValue::from_str(&format!("Bearer {}", token.trim()));
-            let mut shown = shown.map_err(|_| BootstrapError::Refused {
-                status: StatusCode::UNAUTHORIZED.as_u16(),
-                text: format!(
-                    "the token in {TOKEN_VARIABLE} has characters that no header can have"
-                ),
-            })?;
-            shown.set_sensitive(true);
-            headers.insert(AUTHORIZATION, shown);
+        if base.scheme() == HTTPS && !access.is_tls {
+            let text =
+                format!("{host_port} speaks TLS: set {CA_FILE} to what signs its certificate");
+            return Err(refused(StatusCode::UNAUTHORIZED, text));
         }
+        let headers = access
+            .authorization_opt
+            .map(|shown| (AUTHORIZATION, shown))
+            .into_iter()
+            .collect::<HeaderMap>();
         let http = reqwest::Client::builder()
+            .tls_backend_preconfigured(access.tls)
             .default_headers(headers)
             .connect_timeout(CONNECT_TIMEOUT)
             .timeout(REQUEST_TIMEOUT)
@@ -268,8 +279,14 @@ impl BootstrapClient {
 }
 
 /// `http://host:port/` of a server, with brackets around an IPv6 address.
-fn base_url(host_port: &str) -> Option<Url> {
-    let (host, port) = host_port.trim().rsplit_once(':')?;
+fn base_url(text: &str, is_tls: bool) -> Option<Url> {
+    let text = text.trim();
+    let (scheme, host_port) = match text.split_once("://") {
+        Some((scheme, rest)) => (scheme, rest),
+        None if is_tls => (HTTPS, text),
+        None => (HTTP, text),
+    };
+    let (host, port) = host_port.rsplit_once(':')?;
     let port: u16 = port.parse().ok().filter(|port| *port != 0)?;
     let bare = host
         .strip_prefix('[')
@@ -279,12 +296,15 @@ fn base_url(host_port: &str) -> Option<Url> {
     let is_name = host
         .chars()
         .all(|character| character.is_ascii_alphanumeric() || ".-_".contains(character));
-    let text = match (is_ipv6, !host.is_empty() && is_name && bare.is_none()) {
-        (true, _) => format!("http://[{host}]:{port}/"),
-        (false, true) => format!("http://{host}:{port}/"),
+    let host = match (is_ipv6, !host.is_empty() && is_name && bare.is_none()) {
+        (true, _) => format!("[{host}]"),
+        (false, true) => host.to_owned(),
         (false, false) => return None,
     };
-    Url::parse(&text).ok()
+    let is_known = [HTTP, HTTPS].contains(&scheme);
+    Url::parse(&format!("{scheme}://{host}:{port}/"))
+        .ok()
+        .filter(|_| is_known)
 }
 
 /// A pause between half of `pause` and all of it, so that ranks that failed together do not all

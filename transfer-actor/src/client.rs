@@ -20,6 +20,7 @@ use crate::api::{
     AbortRoom, Announce, AttachReply, AttachRequest, Chunk, ErrorBody, OpenRoom, RoomStatus,
     RoomView,
 };
+use crate::bootstrap_access::plain_http;
 
 /// Most file descriptors that the kernel passes in one message (`SCM_MAX_FD`).
 pub const MAX_POOLS: usize = 253;
@@ -125,9 +126,7 @@ impl RankClient {
             } => (rank, engine_key, control),
             AttachReply::Refused { message } => return Err(ClientError::Refused(message)),
         };
-        let http = reqwest::Client::builder()
-            .unix_socket(api_socket.to_owned())
-            .build()?;
+        let http = plain_http().unix_socket(api_socket.to_owned()).build()?;
         Ok(Self {
             http,
             rank,

@@ -18,6 +18,14 @@ const DEFAULT_HOST: &str = "127.0.0.1";
 const DEFAULT_ATTACH_SOCKET: &str = "/tmp/ferry-attach.sock";
 const DEFAULT_API_SOCKET: &str = "/tmp/ferry-api.sock";
 
+const BOOTSTRAP_HELP: &str = "\
+Environment, for bootstrap servers that are guarded:
+  FERRY_BOOTSTRAP_TOKEN_FILE  file with the token to show; without it, the token in
+                              SGLANG_DISAGGREGATION_BOOTSTRAP_AUTH_TOKEN
+  FERRY_BOOTSTRAP_CA_FILE     authorities (PEM) of their certificates; TLS is spoken when it is set
+  FERRY_BOOTSTRAP_CERT_FILE, FERRY_BOOTSTRAP_KEY_FILE
+                              certificate and key (PEM) for those that ask for one";
+
 /// Moves the state of requests between prefill and decode engines.
 #[derive(Debug, Parser)]
 #[command(version, propagate_version = true)]
@@ -31,6 +39,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Hosts the rank actors of this host for engines that attach over a Unix socket.
+    #[command(after_help = BOOTSTRAP_HELP)]
     Serve(Box<ServeConfig>),
 }
 

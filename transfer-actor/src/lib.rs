@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 pub mod api;
+pub mod bootstrap_access;
 pub mod bootstrap_client;
 pub mod client;
 pub mod component;

@@ -3,13 +3,17 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail};
+use transfer_actor::bootstrap_access::plain_http;
 
 /// The counter of moved bytes.
 const TRANSFER_BYTES: &str = "ferry_transfer_bytes_total";
 
 /// Bytes that the service has moved so far, by component.
 pub async fn transfer_bytes(url: &str) -> Result<BTreeMap<String, u64>> {
-    let response = reqwest::get(url)
+    let client = plain_http().no_proxy().build()?;
+    let response = client
+        .get(url)
+        .send()
         .await
         .with_context(|| format!("reading {url}"))?;
     let text = response.error_for_status()?.text().await?;

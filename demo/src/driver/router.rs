@@ -8,6 +8,7 @@ use futures::StreamExt;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use transfer_actor::bootstrap_access::plain_http;
 
 use super::plan::RunPlan;
 use super::progress::Progress;
@@ -33,7 +34,7 @@ pub struct Engines {
 
 /// Sends every request, so many at once; stops at the first that fails.
 pub async fn send_all(plan: &RunPlan, engines: &Engines) -> Result<Totals> {
-    let client = reqwest::Client::builder()
+    let client = plain_http()
         .no_proxy()
         // A room has several states to pass, each with the timeout of a request.
         .timeout(Duration::from_secs(
@@ -63,7 +64,7 @@ pub async fn send_all(plan: &RunPlan, engines: &Engines) -> Result<Totals> {
 
 /// Has both engines compare their whole pools; prefill first.
 pub async fn check_idle(engines: &Engines) -> Result<[Vec<Checked>; 2]> {
-    let client = reqwest::Client::builder().no_proxy().build()?;
+    let client = plain_http().no_proxy().build()?;
     let prefill = post(
         &client,
         Side::Prefill,

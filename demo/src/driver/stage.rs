@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use tokio::io::{AsyncBufReadExt, BufReader};
+use transfer_actor::bootstrap_access::plain_http;
 
 use super::children::ChildProcess;
 use super::plan::RunPlan;
@@ -259,7 +260,7 @@ fn free_port() -> Result<u16> {
 
 /// Waits until a URL answers, or the process that should answer has ended.
 async fn wait_for_http(child: &mut ChildProcess, url: &str) -> Result<()> {
-    let client = reqwest::Client::builder().no_proxy().build()?;
+    let client = plain_http().no_proxy().build()?;
     let answered = async {
         loop {
             match client.get(url).send().await {

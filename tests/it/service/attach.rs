@@ -4,12 +4,15 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::{Value, json};
-use tests::process::wait_for;
+use tests::process::{BootstrapServer, program, wait_for};
 use tests::service::{TransferService, attach_bytes, attach_reply, framed, memfd, memfd_with};
+
+use crate::certificates::Authority;
 
 use super::{
     POOL_BYTES, SmallEngine, attach_raw, attach_request, bootstrap, cross, lend, refusal, tensor,
@@ -369,6 +372,69 @@ fn a_rank_shows_the_token_of_its_environment() {
                 message.contains("401") && message.contains("token"),
                 "{message}"
             );
+        }
+    }
+}
+
+/// Over TLS with certificates on both sides, and with the server's own file of tokens.
+#[test]
+fn a_rank_speaks_tls_where_authorities_are_given() {
+    let files = tempfile::tempdir().expect("a temporary folder");
+    let write = |name: &str, text: &str| {
+        let file = files.path().join(name);
+        std::fs::write(&file, text).expect("a file is written");
+        file.to_str().expect("a path").to_owned()
+    };
+    let (authority, stranger) = (Authority::new("fleet"), Authority::new("stranger"));
+    let [server, rank] = ["server.fleet", "rank.fleet"].map(|name| {
+        let (certificate, key) = authority.sign(name, 2100);
+        [
+            write(&format!("{name}.pem"), &certificate),
+            write(&format!("{name}.key"), &key),
+        ]
+    });
+    let authorities = write("ca.pem", &authority.certificate);
+    let others = write("others.pem", &stranger.certificate);
+    let tokens = write("tokens", "# of the fleet\nranks secret\n");
+    let data = tempfile::tempdir().expect("a temporary folder");
+    let mut command = Command::new(program("bootstrap-server"));
+    command.args([
+        "--listen",
+        "https://127.0.0.1:0",
+        "--admin-listen",
+        "127.0.0.1:0",
+    ]);
+    command.args(["--tls-cert", &server[0], "--tls-key", &server[1]]);
+    command.args([
+        "--tls-client-ca",
+        &authorities,
+        "--auth-token-file",
+        &tokens,
+    ]);
+    let server = BootstrapServer::spawn(command.arg("--data-dir").arg(data.path()));
+    for (trusted, identity_opt, refused_opt) in [
+        (&authorities, Some(&rank), None),
+        (&authorities, None, Some("CertificateRequired")),
+        (&others, Some(&rank), Some("certificate")),
+    ] {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let mut command = TransferService::command(folder.path(), &["--bootstrap-timeout", "2"]);
+        command.env("FERRY_BOOTSTRAP_TOKEN_FILE", &tokens);
+        command.env("FERRY_BOOTSTRAP_CA_FILE", trusted);
+        if let Some([certificate, key]) = identity_opt {
+            command.env("FERRY_BOOTSTRAP_CERT_FILE", certificate);
+            command.env("FERRY_BOOTSTRAP_KEY_FILE", key);
+        }
+        let service = TransferService::spawn(folder, &mut command);
+        let attached = SmallEngine::attach(&service, "prefill", &server.address().to_string());
+        match (attached, refused_opt) {
+            (Ok(_), None) => {}
+            (Err(error), Some(named)) => {
+                let text = error.to_string();
+                assert!(text.contains(named), "{named} is not in {text}");
+            }
+            (Ok(_), Some(named)) => panic!("it registered in spite of {named}"),
+            (Err(error), None) => panic!("it was refused: {error}"),
         }
     }
 }
