@@ -20,7 +20,7 @@ export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 WHEELS := $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
 
 .PHONY: help demo test test-page browser test-asan test-fuzz test-python test-rdma test-sglang check check-python wheel bench bench-transfers bench-python
-.PHONY: bench-replay bench-turnaround bench-bootstrap cargo system-packages python sglang nextest deny clean
+.PHONY: bench-replay bench-turnaround bench-sglang bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -68,7 +68,7 @@ check: cargo deny check-python ## Format, lints, documentation, licences and ban
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(CARGO) deny --locked check bans licenses sources
 
-PYTHON_FOLDERS := tests/conformance tests/page python
+PYTHON_FOLDERS := tests/conformance tests/page python bench/sglang
 
 check-python: python
 	$(VENV)/bin/ruff format --check $(PYTHON_FOLDERS)
@@ -118,6 +118,10 @@ bench-turnaround: cargo ## Times a request of one page beside the bare round tri
 	$(CARGO) build --release --locked --package bench-workloads --package bootstrap-server
 	mkdir -p bench/results
 	target/release/bench-workloads turnaround --json bench/results/turnaround.json $(TURNAROUND_ARGS)
+
+bench-sglang: sglang ## What our Python module adds to SGLang's own time for a request (SGLANG_ARGS="--help")
+	$(MAKE) --no-print-directory wheel WHEEL_PROFILE=release
+	$(FERRY_PYTHON) bench/sglang/turnaround.py $(SGLANG_ARGS)
 
 bench-bootstrap: cargo ## The bootstrap server beside SGLang's two, in one run (BOOTSTRAP_ARGS="--help" lists options)
 	$(CARGO) build --release --locked --package bootstrap-server

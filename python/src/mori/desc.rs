@@ -1,5 +1,7 @@
 //! What engines tell each other of themselves and of their memory.
 
+use std::sync::Arc;
+
 use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc, WireError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -97,13 +99,13 @@ impl EngineDesc {
 /// A piece of registered memory. Peers get its packed form.
 #[pyclass(module = "ferry.mori_compat.cpp", frozen)]
 #[derive(Clone)]
-pub(crate) struct MemoryDesc(pub(crate) WireMemoryDesc);
+pub(crate) struct MemoryDesc(pub(crate) Arc<WireMemoryDesc>);
 
 #[pymethods]
 impl MemoryDesc {
     #[new]
     fn new() -> Self {
-        Self(WireMemoryDesc::default())
+        Self(Arc::default())
     }
 
     /// Key of the engine that registered it.
@@ -170,7 +172,7 @@ impl MemoryDesc {
     fn unpack(data: &Bound<'_, PyBytes>) -> PyResult<Self> {
         let bytes = data.as_bytes();
         WireMemoryDesc::unpack(bytes)
-            .map(Self)
+            .map(|desc| Self(Arc::new(desc)))
             .map_err(|error| unpack_error(data.py(), bytes, &error))
     }
 

@@ -124,8 +124,8 @@ pub(crate) struct IOEngine {
 
 /// The transfers of one batch call, as they came.
 struct Batch {
-    locals: Vec<WireMemoryDesc>,
-    fars: Vec<WireMemoryDesc>,
+    locals: Vec<Arc<WireMemoryDesc>>,
+    fars: Vec<Arc<WireMemoryDesc>>,
     ranges: Vec<Ranges>,
     statuses: Vec<Arc<StatusCell>>,
     numbers: Vec<u64>,
@@ -137,9 +137,9 @@ impl IOEngine {
             let memories = batch.locals.iter().zip(&batch.fars);
             let transfers = memories.zip(&batch.ranges);
             let reports = batch.statuses.iter().zip(&batch.numbers);
-            for ((memories, ranges), (status, number)) in transfers.zip(reports) {
+            for (((local, far), ranges), (status, number)) in transfers.zip(reports) {
                 self.shared
-                    .transfer(memories, direction, ranges, *number, status)?;
+                    .transfer((local, far), direction, ranges, *number, status)?;
             }
             Ok(())
         });
@@ -147,8 +147,9 @@ impl IOEngine {
     }
 }
 
-fn descs(descs: &[Bound<'_, MemoryDesc>]) -> Vec<WireMemoryDesc> {
-    descs.iter().map(|desc| desc.get().0.clone()).collect()
+fn descs(descs: &[Bound<'_, MemoryDesc>]) -> Vec<Arc<WireMemoryDesc>> {
+    let descs = descs.iter();
+    descs.map(|desc| Arc::clone(&desc.get().0)).collect()
 }
 
 fn cells(statuses: &[Bound<'_, TransferStatus>]) -> Vec<Arc<StatusCell>> {
@@ -304,7 +305,7 @@ impl IOEngine {
             .write()
             .unwrap_or_else(PoisonError::into_inner);
         regions.insert(region.id(), region);
-        Ok(MemoryDesc(desc))
+        Ok(MemoryDesc(Arc::new(desc)))
     }
 
     /// Ends a registration: nobody writes there after this has returned. Memory that is not
@@ -523,8 +524,8 @@ fn single(
     id: u64,
 ) -> PyResult<Batch> {
     Ok(Batch {
-        locals: vec![local.get().0.clone()],
-        fars: vec![remote.get().0.clone()],
+        locals: vec![Arc::clone(&local.get().0)],
+        fars: vec![Arc::clone(&remote.get().0)],
         ranges: vec![Ranges {
             local_offsets: vec![number(local_offset)?],
             remote_offsets: vec![number(remote_offset)?],

@@ -1,7 +1,7 @@
 //! A peer's engine: its one session, and what became of it.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use common::wire::EngineDesc;
 use io_engine::{Engine, Session, TransportError, TransportErrorKind};
@@ -64,20 +64,17 @@ impl Remote {
     }
 
     /// The session, opened if there is none or the last one has failed. Blocks meanwhile; callers
-    /// that come at the same time wait for the same session.
+    /// that come at the same time wait for the same session. Whether the peer is still there is
+    /// not asked, which would be a system call: a transfer that fails for that ends the session.
     pub(crate) fn session(&self, engine: &Engine) -> Result<Session, TransportError> {
         let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(open) = session.as_ref() {
-            if open.is_alive() {
-                return Ok(open.clone());
-            }
-            let lost = session.take();
-            self.report(lost.as_ref(), PEER_UNREACHABLE, "the connection is lost");
+            return Ok(open.clone());
         }
-        let opened = engine.connect(&self.desc);
-        match opened {
+        match engine.connect(&self.desc) {
             Ok(opened) => Ok(session.insert(opened).clone()),
             Err(error) => {
+                drop(session);
                 self.report(None, PEER_UNREACHABLE, &error.to_string());
                 Err(error)
             }
@@ -85,30 +82,28 @@ impl Remote {
     }
 
     /// Notes that a transfer failed; if the peer is gone, its session is over and that is reported
-    /// once.
+    /// once. Whoever opens a session meanwhile is not waited for: the thread here moves bytes.
     pub(crate) fn transfer_failed(&self, error: &TransportError) {
         let reason = match error.kind() {
-            TransportErrorKind::PeerDead
-            | TransportErrorKind::Unreachable
-            | TransportErrorKind::Timeout => PEER_UNREACHABLE,
             TransportErrorKind::Protocol | TransportErrorKind::Io => UNKNOWN,
-            _ => return,
+            _ => PEER_UNREACHABLE,
         };
-        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
-        if session.as_ref().is_some_and(|session| !session.is_alive()) {
-            let lost = session.take();
-            drop(session);
-            self.report(lost.as_ref(), reason, &error.to_string());
+        if let Ok(session) = self.session.try_lock() {
+            self.end_if_dead(session, reason, &error.to_string());
         }
     }
 
     /// Looks whether the peer has gone since; reports it if so.
     pub(crate) fn check(&self) {
-        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        self.end_if_dead(session, PEER_UNREACHABLE, "the connection is lost");
+    }
+
+    fn end_if_dead(&self, mut session: MutexGuard<'_, Option<Session>>, reason: u32, detail: &str) {
         if session.as_ref().is_some_and(|session| !session.is_alive()) {
             let lost = session.take();
             drop(session);
-            self.report(lost.as_ref(), PEER_UNREACHABLE, "the connection is lost");
+            self.report(lost.as_ref(), reason, detail);
         }
     }
 
