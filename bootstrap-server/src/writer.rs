@@ -6,7 +6,7 @@
 //!
 //! From then on the server is **read-only**: it serves what it has in memory and refuses changes
 //! without touching the disk, until everything in memory could be written into new files, which is
-//! tried every [`RETRY`]. A change that was refused may have reached the old files; only a server
+//! tried every `RETRY`. A change that was refused may have reached the old files; only a server
 //! that ends before the new ones are complete would read it, as one whose acknowledgement was lost.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
