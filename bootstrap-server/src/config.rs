@@ -277,16 +277,18 @@ pub struct Listen {
     pub namespace: String,
 }
 
+/// Whether a text can name an engine.
+pub fn is_namespace(text: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=MAX_NAMESPACE_BYTES).contains(&text.len()) && text.bytes().all(is_plain)
+}
+
 impl FromStr for Listen {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (address, namespace) = text.split_once('=').unwrap_or((text, DEFAULT_NAMESPACE));
-        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-        if namespace.is_empty()
-            || namespace.len() > MAX_NAMESPACE_BYTES
-            || !namespace.bytes().all(is_plain)
-        {
+        if !is_namespace(namespace) {
             return Err(format!(
                 "the name {namespace:?} must be 1 to {MAX_NAMESPACE_BYTES} letters, digits, dots, dashes or underscores"
             ));

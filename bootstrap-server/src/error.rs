@@ -7,7 +7,7 @@ use actix_web::http::StatusCode;
 use actix_web::{HttpResponse, ResponseError};
 use serde_json::json;
 
-/// An error of the admin API: `{code, message}` with a stable code.
+/// An error of the admin API: `{code, message, detail}` with a stable code.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {message}")]
 pub struct ApiError {
@@ -17,6 +17,8 @@ pub struct ApiError {
     pub code: &'static str,
     /// What happened, where, and what to do.
     pub message: String,
+    /// More, where there is more.
+    pub detail_opt: Option<String>,
 }
 
 impl ApiError {
@@ -26,7 +28,14 @@ impl ApiError {
             status,
             code,
             message: message.into(),
+            detail_opt: None,
         }
+    }
+
+    /// Adds what a library said.
+    pub fn with_detail(mut self, detail: impl ToString) -> Self {
+        self.detail_opt = Some(detail.to_string());
+        self
     }
 }
 
@@ -36,7 +45,7 @@ impl ResponseError for ApiError {
     }
 
     fn error_response(&self) -> HttpResponse {
-        let body = json!({ "code": self.code, "message": self.message });
+        let body = json!({ "code": self.code, "message": self.message, "detail": self.detail_opt });
         HttpResponse::build(self.status_code()).json(body)
     }
 }

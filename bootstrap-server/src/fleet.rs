@@ -12,11 +12,13 @@ use actix_web::{Error, FromRequest, HttpRequest};
 
 use crate::config::{Config, ProbeReadiness};
 use crate::error::ApiError;
+use crate::events::Events;
 use crate::guard::Guard;
 use crate::listener::{Connection, Connections};
 use crate::metrics::Metrics;
 use crate::probe::{Place, Probes};
 use crate::registry::{Namespace, RankId};
+use crate::reports::Reports;
 use crate::rooms::Rooms;
 use crate::writer::{Registrations, now};
 
@@ -31,6 +33,10 @@ pub struct Fleet {
     pub probes: Probes,
     /// Who may do what.
     pub guard: Guard,
+    /// What happened.
+    pub events: Arc<Events>,
+    /// What rank actors report.
+    pub reports: Reports,
     /// Counters.
     pub metrics: Metrics,
     /// Those of engines' ports.
@@ -62,6 +68,7 @@ impl Fleet {
         registrations: Registrations,
         guard: Guard,
         connections: Connections,
+        events: Arc<Events>,
         metrics: Metrics,
     ) -> Self {
         let total = Arc::new(AtomicUsize::new(0));
@@ -75,11 +82,17 @@ impl Fleet {
         Self {
             ports: ports.collect(),
             rooms: total,
-            probes: Probes::new(config.allow_rank_cidr.clone()),
+            probes: Probes::new(
+                config.allow_rank_cidr.clone(),
+                config.probe_misses,
+                Arc::clone(&events),
+            ),
             config,
             registrations,
             guard,
             connections,
+            events,
+            reports: Reports::default(),
             metrics,
         }
     }
@@ -110,12 +123,17 @@ impl Fleet {
         self.ports.iter().for_each(|port| port.rooms().expire(now));
     }
 
+    /// The port of an engine, if this server has one for it.
+    pub fn port(&self, namespace: &str) -> Option<&Port> {
+        let found = self.ports.iter().find(|port| port.namespace == namespace);
+        found.map(|port| &**port)
+    }
+
     /// What the last probes found of each rank: whether it answers, or nothing yet.
     fn probed(&self, namespace: &str, space: &Namespace) -> Vec<(RankId, Option<bool>)> {
-        let misses = self.config.probe_misses;
         let probed = space.ranks.iter().map(|(id, rank)| {
             let place = Place::rank(namespace, *id);
-            let reachable_opt = self.probes.is_reachable(&place, &rank.instance(), misses);
+            let reachable_opt = self.probes.is_reachable(&place, &rank.instance());
             (*id, reachable_opt)
         });
         probed.collect()
@@ -208,6 +226,15 @@ pub struct ByPort {
     /// The whole process.
     pub fleet: Data<Fleet>,
     port: Arc<Port>,
+}
+
+impl ByPort {
+    /// Whether the engine takes no new rooms.
+    pub fn is_draining(&self) -> bool {
+        let state = self.fleet.registrations.state();
+        let space_opt = state.namespaces.get(&self.port.namespace);
+        space_opt.is_some_and(|space| space.draining_since_opt.is_some())
+    }
 }
 
 impl Deref for ByPort {

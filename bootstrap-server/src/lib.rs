@@ -14,8 +14,10 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod api;
 pub mod config;
 pub mod error;
+pub mod events;
 pub mod fields;
 pub mod fleet;
 pub mod guard;
@@ -25,6 +27,7 @@ pub mod metrics;
 pub mod page;
 pub mod probe;
 pub mod registry;
+pub mod reports;
 pub mod rooms;
 pub mod routes;
 pub mod server;

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use futures::{StreamExt, stream};
@@ -15,8 +15,10 @@ use ipnet::IpNet;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep_until, timeout};
 
+use crate::api::EventKind;
+use crate::events::Events;
 use crate::registry::RankId;
-use crate::writer::Registrations;
+use crate::writer::{Registrations, now};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Addresses that are dialled at once: those that time out must not hold up a large fleet's round.
@@ -45,11 +47,19 @@ impl Place {
     }
 }
 
+impl Place {
+    fn namespace(&self) -> &str {
+        match self {
+            Self::Rank(namespace, _) | Self::Registration(namespace, _) => namespace,
+        }
+    }
+}
+
 impl std::fmt::Display for Place {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Rank(namespace, id) => write!(formatter, "{namespace} {id}"),
-            Self::Registration(namespace, key) => write!(formatter, "{namespace} {key}"),
+            Self::Rank(_, id) => write!(formatter, "rank {id}"),
+            Self::Registration(_, key) => write!(formatter, "io engine {key}"),
         }
     }
 }
@@ -58,6 +68,9 @@ impl std::fmt::Display for Place {
 #[derive(Debug, Default)]
 pub struct Probes {
     allowed: Vec<IpNet>,
+    /// Misses in a row after which a place is unreachable.
+    misses: u32,
+    events: Arc<Events>,
     found: RwLock<HashMap<Place, Found>>,
 }
 
@@ -72,6 +85,8 @@ struct Probe {
 struct Found {
     instance: String,
     misses_in_a_row: u32,
+    /// When the first of them was, in seconds since 1970.
+    missed_since: u64,
 }
 
 /// An address as a rank writes it; names are never looked up. A dual-stack socket shows IPv4 peers
@@ -111,9 +126,11 @@ pub fn may_probe(ip: &str, peer_opt: Option<IpAddr>) -> bool {
 
 impl Probes {
     /// Nothing is found yet. Without networks each registration's own rule counts.
-    pub fn new(allowed: Vec<IpNet>) -> Self {
+    pub fn new(allowed: Vec<IpNet>, misses: u32, events: Arc<Events>) -> Self {
         Self {
             allowed,
+            misses,
+            events,
             found: RwLock::default(),
         }
     }
@@ -132,12 +149,22 @@ impl Probes {
 
     /// Whether a place answers: not when it has missed so many probes in a row. `None` when it was
     /// not probed yet, or may not be.
-    pub fn is_reachable(&self, place: &Place, instance: &str, misses: u32) -> Option<bool> {
+    pub fn is_reachable(&self, place: &Place, instance: &str) -> Option<bool> {
+        self.look(place, instance, |known| known.misses_in_a_row < self.misses)
+    }
+
+    /// Since when a place does not answer, if it is unreachable, in seconds since 1970.
+    pub fn unreachable_since(&self, place: &Place, instance: &str) -> Option<u64> {
+        let since_opt = self.look(place, instance, |known| {
+            (known.misses_in_a_row >= self.misses).then_some(known.missed_since)
+        });
+        since_opt.flatten()
+    }
+
+    fn look<T>(&self, place: &Place, instance: &str, see: impl Fn(&Found) -> T) -> Option<T> {
         let found = self.found.read().unwrap_or_else(PoisonError::into_inner);
-        let known = found
-            .get(place)
-            .filter(|known| known.instance == instance)?;
-        Some(known.misses_in_a_row < misses)
+        let known = found.get(place);
+        known.filter(|known| known.instance == instance).map(see)
     }
 
     /// Probes all ranks and registrations once, spread over `interval`, so that neither they nor
@@ -199,22 +226,35 @@ impl Probes {
         let known = found
             .remove(&place)
             .filter(|known| known.instance == instance);
-        let before = known.map_or(0, |known| known.misses_in_a_row);
+        let (before, since_opt) = known.map_or((0, None), |known| {
+            (known.misses_in_a_row, Some(known.missed_since))
+        });
         let misses_in_a_row = if answered {
             0
         } else {
             before.saturating_add(1)
         };
-        if misses_in_a_row == 1 {
-            tracing::info!(%place, instance, "an address does not answer");
-        } else if answered && before > 0 {
-            tracing::info!(%place, instance, "an address answers again");
+        let change_opt = if !answered && misses_in_a_row == self.misses {
+            Some("does not answer")
+        } else if answered && before >= self.misses {
+            Some("answers again")
+        } else {
+            None
+        };
+        if let Some(change) = change_opt {
+            tracing::info!(%place, instance, change, "probed");
+            let message = format!("{place} at {instance} {change}");
+            let namespace = Some(place.namespace());
+            self.events
+                .record(EventKind::Reachability, namespace, message);
         }
+        let missed_since = since_opt.filter(|_| before > 0).unwrap_or_else(now);
         found.insert(
             place,
             Found {
                 instance,
                 misses_in_a_row,
+                missed_since,
             },
         );
     }
@@ -226,22 +266,34 @@ mod tests {
 
     #[test]
     fn misses_in_a_row_make_a_place_unreachable_and_one_hit_reachable() {
-        let probes = Probes::default();
+        let events = Arc::new(Events::default());
+        let probes = Probes::new(Vec::new(), 2, Arc::clone(&events));
         let place = Place::registration("default", "engine");
         let record = |answered| probes.record(place.clone(), "10.0.0.1:5".to_owned(), answered);
-        let reachable = || probes.is_reachable(&place, "10.0.0.1:5", 2);
+        let reachable = || probes.is_reachable(&place, "10.0.0.1:5");
         assert_eq!(reachable(), None, "not probed yet");
         record(false);
         assert_eq!(reachable(), Some(true), "one miss may be chance");
         record(false);
         assert_eq!(reachable(), Some(false));
         assert_eq!(
-            probes.is_reachable(&place, "10.0.0.1:6", 2),
+            probes.is_reachable(&place, "10.0.0.1:6"),
             None,
             "another instance"
         );
+        record(false);
         record(true);
         assert_eq!(reachable(), Some(true));
+        record(true);
+        let told = events.after(0, 9, |_| true).events;
+        let told: Vec<&str> = told.iter().map(|event| event.message.as_str()).collect();
+        assert_eq!(
+            told,
+            [
+                "io engine engine at 10.0.0.1:5 does not answer",
+                "io engine engine at 10.0.0.1:5 answers again"
+            ]
+        );
     }
 
     #[test]
@@ -267,10 +319,11 @@ mod tests {
 
     #[test]
     fn named_networks_are_the_only_ones_that_are_dialled() {
-        let probes = Probes::new(vec![
+        let networks = vec![
             "203.0.113.0/24".parse().unwrap(),
             "fd00::/8".parse().unwrap(),
-        ]);
+        ];
+        let probes = Probes::new(networks, 1, Arc::default());
         for (instance, allowed) in [
             ("203.0.113.7:5", true),
             ("[::ffff:203.0.113.7]:5", true),

@@ -68,6 +68,27 @@ impl Rooms {
         (now.duration_since(*bound) < self.lifetime).then_some(*dp_rank)
     }
 
+    /// The rooms behind one, by number, at most `limit` of them: room, rank, age.
+    pub fn after(
+        &self,
+        after_opt: Option<u64>,
+        limit: usize,
+        now: Instant,
+    ) -> Vec<(u64, u32, Duration)> {
+        let live = self.ranks.iter().filter_map(|(room, (bound, dp_rank))| {
+            let age = now.duration_since(*bound);
+            let is_wanted = age < self.lifetime && after_opt.is_none_or(|after| *room > after);
+            is_wanted.then_some((*room, *dp_rank, age))
+        });
+        let mut rooms: Vec<_> = live.collect();
+        if rooms.len() > limit {
+            rooms.select_nth_unstable(limit);
+            rooms.truncate(limit);
+        }
+        rooms.sort_unstable();
+        rooms
+    }
+
     /// Drops what is too old.
     pub fn expire(&mut self, now: Instant) {
         while self

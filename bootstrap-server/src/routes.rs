@@ -43,7 +43,7 @@ pub fn configure_admin(config: &mut web::ServiceConfig) {
         .configure(health::configure)
         .configure(page::configure)
         .configure(admin::configure_admin)
-        .default_service(web::to(not_found));
+        .default_service(web::to(admin::unknown_path));
 }
 
 async fn not_found() -> HttpResponse {

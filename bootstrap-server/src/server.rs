@@ -9,6 +9,7 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::config::{Address, Config, StoreKind};
 use crate::error::ServeError;
+use crate::events::Events;
 use crate::fleet::Fleet;
 use crate::guard::Guard;
 use crate::listener::{Bound, Connections, Listening};
@@ -81,12 +82,18 @@ impl Server {
             StoreKind::Sled => Box::new(SledStore::open(&config.data_dir)?),
         };
         let metrics = Metrics::new().map_err(|error| ServeError::Metrics(error.to_string()))?;
-        let registrations = Registrations::start(store, config.damaged_store, metrics.clone())?;
+        let events = Arc::new(Events::default());
+        let registrations = Registrations::start(
+            store,
+            config.damaged_store,
+            metrics.clone(),
+            Arc::clone(&events),
+        )?;
         let connections = Connections::new(
             connections_at_most(config.max_connections),
             config.max_connections_per_peer,
         );
-        let fleet = Fleet::new(config, registrations, guard, connections, metrics);
+        let fleet = Fleet::new(config, registrations, guard, connections, events, metrics);
         Ok(Self {
             engines,
             admin,

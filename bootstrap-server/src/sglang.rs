@@ -296,9 +296,15 @@ pub(crate) async fn register_dp_rank(
     });
     match parsed {
         Ok((room, dp_rank)) => {
+            let (mut rooms, now) = (port.rooms(), Instant::now());
+            if rooms.get(room, now).is_none() && port.is_draining() {
+                let reason = format!("engine {} drains: it takes no new rooms", port.namespace);
+                return text(StatusCode::SERVICE_UNAVAILABLE, reason);
+            }
             // The bound above makes it fit.
             let dp_rank = u32::try_from(dp_rank).unwrap_or(u32::MAX);
-            let before = port.rooms().put(room, dp_rank, Instant::now());
+            let before = rooms.put(room, dp_rank, now);
+            drop(rooms);
             port.fleet.bound_rooms();
             // One for each request of the engine: too many to be shown by default.
             tracing::debug!(target: "audit", who = %Who::of(&request), namespace = port.namespace, room, before, after = dp_rank, "room bound");

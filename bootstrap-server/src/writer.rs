@@ -9,17 +9,20 @@
 //! tried every `RETRY`. A change that was refused may have reached the old files; only a server
 //! that ends before the new ones are complete would read it, as one whose acknowledgement was lost.
 
+use std::collections::BTreeMap;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::oneshot;
 
+use crate::api::EventKind;
 use crate::config::DamagedStore;
 use crate::error::StoreError;
+use crate::events::Events;
 use crate::guard::Who;
 use crate::metrics::Metrics;
-use crate::registry::{Applied, Command, Refused, State};
+use crate::registry::{Applied, Command, Namespace, Refused, State};
 use crate::store::{Change, Store, changes_of, entries_of, named, state_of};
 
 /// Commands that wait at most; more are refused, so that a dead disk does not fill memory.
@@ -50,11 +53,11 @@ pub const STORE_READ_ONLY: &str = "store_read_only";
 /// The code of [`WriteError::Busy`].
 pub const STORE_BUSY: &str = "store_busy";
 
+/// Commands that are done together or not at all, each in its namespace.
 struct Job {
-    namespace: String,
-    command: Command,
+    commands: Vec<(String, Command)>,
     who: String,
-    answer: oneshot::Sender<Result<Applied, WriteError>>,
+    answer: oneshot::Sender<Result<Vec<Applied>, WriteError>>,
 }
 
 /// Reads registrations from memory, and hands changes to the writer's thread.
@@ -81,6 +84,7 @@ impl Registrations {
         mut store: Box<dyn Store>,
         damaged: DamagedStore,
         metrics: Metrics,
+        events: Arc<Events>,
     ) -> Result<Self, StoreError> {
         let loaded = store.load()?;
         let (state, unreadable) = state_of(&loaded.entries)?;
@@ -109,6 +113,7 @@ impl Registrations {
             metrics,
             published: Arc::clone(&published),
             trouble: Arc::clone(&trouble),
+            events,
             retry_at_opt: None,
         };
         match read_only_opt {
@@ -151,11 +156,23 @@ impl Registrations {
         namespace: &str,
         command: Command,
         who: &Who,
-    ) -> Result<Applied, WriteError> {
+    ) -> Result<(), WriteError> {
+        let commands = vec![(namespace.to_owned(), command)];
+        self.change_all(commands, who).await.map(|_| ())
+    }
+
+    /// Changes several things, all or none of them, each in its namespace.
+    ///
+    /// # Errors
+    /// [`WriteError`]; nothing changed.
+    pub async fn change_all(
+        &self,
+        commands: Vec<(String, Command)>,
+        who: &Who,
+    ) -> Result<Vec<Applied>, WriteError> {
         let (answer, answered) = oneshot::channel();
         let job = Job {
-            namespace: namespace.to_owned(),
-            command,
+            commands,
             who: who.to_string(),
             answer,
         };
@@ -174,6 +191,7 @@ struct Writer {
     published: Arc<RwLock<Arc<State>>>,
     /// Why changes are refused.
     trouble: Arc<RwLock<Option<String>>>,
+    events: Arc<Events>,
     /// When everything is to be written anew, if it is.
     retry_at_opt: Option<Instant>,
 }
@@ -219,24 +237,10 @@ impl Writer {
         let mut changes: Vec<Change> = Vec::new();
         let mut outcomes = Vec::with_capacity(group.len());
         for job in group {
-            let before = draft.namespaces.get(&job.namespace).cloned();
-            let applied = draft.apply(&job.namespace, &job.command, now());
-            let outcome = match applied {
-                Err(refused) => Err(WriteError::Refused(refused)),
-                Ok(applied) => match changes_of(&draft, &job.namespace, &applied.changed) {
-                    Ok(changed) => {
-                        changes.extend(changed);
-                        Ok(applied)
-                    }
-                    Err(error) => {
-                        let namespace = job.namespace.clone();
-                        draft
-                            .namespaces
-                            .insert(namespace, before.unwrap_or_default());
-                        Err(WriteError::ReadOnly(error.to_string()))
-                    }
-                },
-            };
+            let outcome = draft_job(&mut draft, &job).map(|(applied, changed)| {
+                changes.extend(changed);
+                applied
+            });
             outcomes.push((job, outcome));
         }
         let refused_opt = if changes.is_empty() {
@@ -247,14 +251,13 @@ impl Writer {
         for (job, outcome) in outcomes {
             let outcome = match (&refused_opt, outcome) {
                 // What is so already is as durable as it was.
-                (Some(reason), Ok(applied)) if !applied.changed.is_empty() => {
+                (Some(reason), Ok(applied)) if changes_anything(&applied) => {
                     Err(WriteError::ReadOnly(reason.clone()))
                 }
                 (_, outcome) => outcome,
             };
             if let Ok(applied) = &outcome {
-                audit(&job, applied);
-                self.count(&job, applied);
+                self.tell(&job, applied);
             }
             // A client that has gone is told nothing; its change stands.
             let _ = job.answer.send(outcome);
@@ -292,7 +295,10 @@ impl Writer {
                 let trouble = self.trouble.write();
                 let before = trouble.unwrap_or_else(PoisonError::into_inner).take();
                 if before.is_some() {
-                    tracing::info!("the store works again: changes are taken");
+                    let message = "the store works again: changes are taken";
+                    tracing::info!("{message}");
+                    self.events
+                        .record(EventKind::Store, None, message.to_owned());
                 }
             }
         }
@@ -317,119 +323,86 @@ impl Writer {
                 reason,
                 "the store fails: changes are refused until it works again"
             );
+            let message = format!("the store fails, changes are refused: {reason}");
+            self.events.record(EventKind::Store, None, message);
         }
     }
 
-    fn count(&self, job: &Job, applied: &Applied) {
+    /// What was done goes into the audit log, the events and the metrics.
+    fn tell(&self, job: &Job, applied: &[Applied]) {
+        for ((namespace, command), applied) in job.commands.iter().zip(applied) {
+            let subject = command.subject();
+            let Applied {
+                what,
+                before,
+                after,
+                ..
+            } = applied;
+            tracing::info!(target: "audit", who = job.who, namespace, subject, what, before, after);
+            if !applied.changed.is_empty() {
+                let message = format!("{subject}: {what}; it was {before}, it is {after}");
+                let kind = match command {
+                    _ if applied.began_generation => EventKind::Generation,
+                    Command::PutRank(_) | Command::PutRegistration(..) => EventKind::Registration,
+                    _ => EventKind::Operator,
+                };
+                self.events.record(kind, Some(namespace), message);
+            }
+            self.count(namespace, command, applied);
+        }
+    }
+
+    fn count(&self, namespace: &str, command: &Command, applied: &Applied) {
         if applied.began_generation {
             self.metrics
                 .generations
-                .with_label_values(&[&job.namespace])
+                .with_label_values(&[namespace])
                 .inc();
         }
         if applied.evicted > 0 {
             tracing::warn!(
-                namespace = job.namespace,
+                namespace,
                 evicted = applied.evicted,
                 "the oldest registrations left to make room"
             );
         }
-        if let Command::PutRank(registration) = &job.command {
+        if let Command::PutRank(registration) = command {
             let unknown = registration.rank.unknown_fields.len() as u64;
             self.metrics
                 .unknown_fields
-                .with_label_values(&[&job.namespace])
+                .with_label_values(&[namespace])
                 .inc_by(unknown);
         }
     }
 }
 
-/// The line of a change that is made; what is refused is told where it is answered.
-fn audit(job: &Job, applied: &Applied) {
-    let (namespace, who, subject) = (&job.namespace, &job.who, job.command.subject());
-    let Applied {
-        what,
-        before,
-        after,
-        ..
-    } = applied;
-    tracing::info!(target: "audit", who, namespace, subject, what, before, after);
+fn changes_anything(applied: &[Applied]) -> bool {
+    applied.iter().any(|applied| !applied.changed.is_empty())
 }
 
-#[cfg(test)]
-mod tests {
-    use std::sync::Mutex;
-
-    use super::*;
-    use crate::registry::EngineRegistration;
-    use crate::store::{Entry, Loaded};
-
-    /// A disk whose next writes fail, and what was written to it.
-    #[derive(Clone, Default)]
-    struct Disk(Arc<Mutex<(usize, Vec<&'static str>)>>);
-
-    impl Disk {
-        fn write(&self, what: &'static str) -> Result<(), StoreError> {
-            let mut disk = self.0.lock().unwrap();
-            if disk.0 > 0 {
-                disk.0 -= 1;
-                return Err(StoreError::Commit("no room".to_owned()));
-            }
-            disk.1.push(what);
-            Ok(())
+/// Does a job's commands to a draft and says what to store, or leaves the draft as it was.
+fn draft_job(draft: &mut State, job: &Job) -> Result<(Vec<Applied>, Vec<Change>), WriteError> {
+    let names = job.commands.iter().map(|(namespace, _)| namespace);
+    let before = names.map(|name| (name.clone(), draft.namespaces.get(name).cloned()));
+    let before: BTreeMap<String, Option<Arc<Namespace>>> = before.collect();
+    let mut done = Vec::with_capacity(job.commands.len());
+    let mut changes = Vec::new();
+    let all = job.commands.iter().try_for_each(|(namespace, command)| {
+        let applied = draft.apply(namespace, command, now());
+        let applied = applied.map_err(WriteError::Refused)?;
+        let changed = changes_of(draft, namespace, &applied.changed);
+        changes.extend(changed.map_err(|error| WriteError::ReadOnly(error.to_string()))?);
+        done.push(applied);
+        Ok(())
+    });
+    if let Err(refused) = all {
+        for (name, space_opt) in before {
+            match space_opt {
+                Some(space) => draft.namespaces.insert(name, space),
+                None => draft.namespaces.remove(&name),
+            };
         }
+        return Err(refused);
     }
-
-    impl Store for Disk {
-        fn load(&mut self) -> Result<Loaded, StoreError> {
-            Ok(Loaded::default())
-        }
-
-        fn rewrite(&mut self, _entries: &[Entry]) -> Result<(), StoreError> {
-            self.write("everything")
-        }
-
-        fn commit(&mut self, _changes: &[Change]) -> Result<(), StoreError> {
-            self.write("a change")
-        }
-    }
-
-    fn registration(key: &str) -> Command {
-        let body = serde_json::json!({ "role": "decode", "rank": 0, "instance": "a:1",
-            "register_frames": [], "component_types": [] });
-        let registration = EngineRegistration {
-            body: serde_json::from_value(body).unwrap(),
-            may_probe: false,
-            registered_at: 1,
-        };
-        Command::PutRegistration(key.to_owned(), Arc::new(registration))
-    }
-
-    #[actix_web::test]
-    async fn a_failed_write_is_refused_and_everything_is_written_before_the_next_change() {
-        let disk = Disk::default();
-        let metrics = Metrics::new().unwrap();
-        let damaged = DamagedStore::Refuse;
-        let registrations =
-            Registrations::start(Box::new(disk.clone()), damaged, metrics.clone()).unwrap();
-        let who = Who::default();
-        let put = |key: &'static str| registrations.change("e", registration(key), &who);
-        put("first").await.unwrap();
-        disk.0.lock().unwrap().0 = 1;
-        assert!(matches!(put("second").await, Err(WriteError::ReadOnly(_))));
-        // The disk would work again, but nothing in memory is known to be on it.
-        assert!(matches!(put("third").await, Err(WriteError::ReadOnly(_))));
-        put("first").await.unwrap();
-        let known = registrations.state().namespaces["e"].registrations.len();
-        assert_eq!((known, metrics.store_read_only.get()), (1, 1));
-        let begun = Instant::now();
-        while registrations.trouble().is_some() {
-            assert!(begun.elapsed() < RETRY * 4, "it recovers by itself");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        put("second").await.unwrap();
-        let written = ["everything", "a change", "everything", "a change"];
-        assert_eq!(disk.0.lock().unwrap().1, written);
-        assert_eq!(metrics.store_read_only.get(), 0);
-    }
+    Ok((done, changes))
 }

@@ -78,7 +78,7 @@ fn writes_need_the_ranks_token_and_what_stock_decodes_read_does_not() {
     let engines = || server.send(&with_token(Request::get("/v1/engines"), Some(ADMIN)));
     assert_eq!(
         engines().json(),
-        json!({ "engines": [] }),
+        json!({ "engines": [], "next": null }),
         "nothing changed"
     );
     let refused = log(folder.path());
@@ -250,7 +250,7 @@ fn every_write_that_is_refused_is_in_the_audit_log() {
             assert!(last.contains(part), "{part} is not in {last:?}");
         }
     }
-    assert_eq!(server.json("/v1/engines"), json!({ "engines": [] }));
+    assert_eq!(server.json("/v1/engines")["engines"], json!([]));
 }
 
 #[test]
@@ -327,7 +327,7 @@ fn a_body_that_is_too_long_is_413_and_changes_nothing() {
         let reply = server.send(&Request::put(path, &long));
         assert_eq!(reply.status, 413, "{path}: {}", reply.text());
     }
-    assert_eq!(server.json("/v1/engines"), json!({ "engines": [] }));
+    assert_eq!(server.json("/v1/engines")["engines"], json!([]));
 }
 
 /// Sends a request over TLS, as a client that believes one authority.
@@ -403,11 +403,7 @@ fn only_clients_with_a_good_certificate_get_through_tls() {
     ] {
         let refused = put(identity_opt.as_ref());
         assert!(refused.is_err(), "{what}: {refused:?}");
-        assert_eq!(
-            server.json("/v1/engines"),
-            json!({ "engines": [] }),
-            "{what}"
-        );
+        assert_eq!(server.json("/v1/engines")["engines"], json!([]), "{what}");
     }
     for parts in [
         ["who=127.0.0.1:", "rank.fleet", "expired"],

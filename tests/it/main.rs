@@ -1,5 +1,6 @@
 //! One binary for all integration tests; a module for each behaviour.
 
+mod bootstrap_admin;
 mod bootstrap_bad_input;
 mod bootstrap_guard;
 mod bootstrap_http;

@@ -45,7 +45,7 @@ pub struct Guard {
 /// Why a request gets no further.
 #[derive(Clone, Debug)]
 pub(crate) struct Refusal {
-    error: ApiError,
+    error: Box<ApiError>,
     header_opt: Option<(header::HeaderName, header::HeaderValue)>,
 }
 
@@ -147,7 +147,7 @@ impl Refusal {
     /// It breaks a rule of HTTP, or a limit of ours.
     pub(crate) fn broken(message: &str) -> Self {
         Self {
-            error: ApiError::new(400, "bad_request", message),
+            error: Box::new(ApiError::new(400, "bad_request", message)),
             header_opt: None,
         }
     }
@@ -156,7 +156,7 @@ impl Refusal {
         let seconds = (wait.as_secs_f64().ceil() as u64).max(1);
         let message = format!("too many requests from this address; wait {seconds} s");
         Self {
-            error: ApiError::new(429, "too_many_requests", message),
+            error: Box::new(ApiError::new(429, "too_many_requests", message)),
             header_opt: Some((header::RETRY_AFTER, seconds.into())),
         }
     }
@@ -169,7 +169,7 @@ impl Refusal {
         let message = format!("the {kind} token {what}: Authorization: Bearer TOKEN");
         let bearer = header::HeaderValue::from_static("Bearer");
         Self {
-            error: ApiError::new(401, code, message),
+            error: Box::new(ApiError::new(401, code, message)),
             header_opt: Some((header::WWW_AUTHENTICATE, bearer)),
         }
     }

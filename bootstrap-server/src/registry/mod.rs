@@ -9,6 +9,7 @@
 //! process never changes: an address that comes back with the present shape after another shape,
 //! or as another rank, is a new process and is taken.
 
+mod exported;
 mod shape;
 
 use std::collections::BTreeMap;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::exported::ExportedEngine;
 pub use self::shape::{Rank, RankId, Registration, ReplyRelease, Shape};
 
 /// Retired generations that are remembered.
@@ -74,6 +76,8 @@ pub struct Namespace {
     pub ranks: BTreeMap<RankId, Rank>,
     /// Registered io engines, by key.
     pub registrations: BTreeMap<String, Arc<EngineRegistration>>,
+    /// Since when no new rooms are taken, in seconds since 1970.
+    pub draining_since_opt: Option<u64>,
 }
 
 impl Namespace {
@@ -132,8 +136,14 @@ pub enum Command {
     PutRegistration(String, Arc<EngineRegistration>),
     /// An io engine's registration is removed.
     DeleteRegistration(String),
+    /// A rank is removed; it may register again.
+    DeleteRank(RankId),
     /// A whole engine is removed.
     DeleteEngine,
+    /// An engine takes no new rooms, or takes them again.
+    SetDraining(bool),
+    /// An engine becomes what was exported elsewhere; it is checked already.
+    Replace(Box<Namespace>),
 }
 
 /// What a command did.
@@ -162,6 +172,8 @@ pub enum Key {
     Rank(RankId),
     /// An io engine's registration.
     Registration(String),
+    /// Since when it drains.
+    Draining,
 }
 
 /// Why a command was refused. Nothing changed.
@@ -186,7 +198,8 @@ impl Command {
             Self::PutRegistration(key, _) | Self::DeleteRegistration(key) => {
                 format!("registration {key}")
             }
-            Self::DeleteEngine => "engine".to_owned(),
+            Self::DeleteRank(id) => format!("rank {id}"),
+            Self::DeleteEngine | Self::SetDraining(_) | Self::Replace(_) => "engine".to_owned(),
         }
     }
 }
@@ -254,10 +267,19 @@ impl Namespace {
                 .registrations
                 .get(key)
                 .map(|known| format!("{} at {}", known.body.role, known.body.instance)),
-            Command::DeleteEngine => generation_opt.map(|_| {
-                let (ranks, registrations) = (self.ranks.len(), self.registrations.len());
-                format!("generation {number}, {ranks} ranks, {registrations} registrations")
-            }),
+            Command::DeleteRank(id) => {
+                let rank_opt = self.ranks.get(id);
+                rank_opt.map(|rank| format!("{} in generation {number}", rank.instance()))
+            }
+            Command::SetDraining(_) => {
+                let is_draining = self.draining_since_opt.is_some();
+                Some(if is_draining { "draining" } else { "serving" }.to_owned())
+            }
+            Command::DeleteEngine | Command::Replace(_) => Some(format!(
+                "generation {number}, {} ranks, {} registrations",
+                self.ranks.len(),
+                self.registrations.len()
+            )),
         };
         shown_opt.unwrap_or_else(|| "nothing".to_owned())
     }
@@ -274,16 +296,46 @@ impl Namespace {
                 Ok(Applied::change(changed, "registration deleted"))
             }
             Command::DeleteEngine => {
-                if self.generation_opt.is_none() && self.registrations.is_empty() {
+                if *self == Self::default() {
                     return Err(Refused::Unknown);
                 }
-                let removed = std::mem::take(self);
-                let mut changed: Vec<Key> = removed.ranks.into_keys().map(Key::Rank).collect();
-                changed.extend(removed.registrations.into_keys().map(Key::Registration));
-                changed.push(Key::Generation);
+                let changed = self.keys();
+                *self = Self::default();
                 Ok(Applied::change(changed, "engine deleted"))
             }
+            Command::DeleteRank(id) => {
+                self.ranks.remove(id).ok_or(Refused::Unknown)?;
+                Ok(Applied::change(vec![Key::Rank(*id)], "rank deleted"))
+            }
+            Command::SetDraining(drains) => {
+                if self.draining_since_opt.is_some() == *drains {
+                    return Ok(Applied::nothing());
+                }
+                self.draining_since_opt = drains.then_some(now);
+                let what = if *drains {
+                    "drain began"
+                } else {
+                    "drain ended"
+                };
+                Ok(Applied::change(vec![Key::Draining], what))
+            }
+            Command::Replace(space) => {
+                let mut changed = self.keys();
+                *self = Self::clone(space);
+                changed.extend(self.keys());
+                changed.sort();
+                changed.dedup();
+                Ok(Applied::change(changed, "engine imported"))
+            }
         }
+    }
+
+    /// Every stored value's place.
+    pub fn keys(&self) -> Vec<Key> {
+        let ranks = self.ranks.keys().copied().map(Key::Rank);
+        let registrations = self.registrations.keys().cloned().map(Key::Registration);
+        let single = [Key::Generation, Key::Draining];
+        ranks.chain(registrations).chain(single).collect()
     }
 
     fn put_registration(&mut self, key: &str, registration: &Arc<EngineRegistration>) -> Applied {

@@ -26,6 +26,34 @@ pub struct RankId {
     pub pp: u32,
 }
 
+impl std::str::FromStr for RankId {
+    type Err = ();
+
+    /// Reads what `Display` writes, or the same with dashes for spaces.
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let mut words = text.split([' ', '-']);
+        let mut number = |prefix: &str| {
+            let digits = words
+                .next()
+                .and_then(|word| word.strip_prefix(prefix))
+                .ok_or(())?;
+            let is_plain = digits.bytes().all(|byte| byte.is_ascii_digit());
+            digits.parse().ok().filter(|_| is_plain).ok_or(())
+        };
+        let id = Self {
+            dp: number("dp")?,
+            cp: number("cp")?,
+            tp: number("tp")?,
+            pp: number("pp")?,
+        };
+        if words.next().is_some() {
+            Err(())
+        } else {
+            Ok(id)
+        }
+    }
+}
+
 impl std::fmt::Display for RankId {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(

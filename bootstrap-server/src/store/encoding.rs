@@ -21,6 +21,7 @@ pub fn changes_of(state: &State, namespace: &str, keys: &[Key]) -> Result<Vec<Ch
     let change = |key: &Key| {
         let value_opt = match key {
             Key::Generation => space.generation_opt.as_ref().map(to_bytes),
+            Key::Draining => space.draining_since_opt.as_ref().map(to_bytes),
             Key::Rank(id) => space.ranks.get(id).map(to_bytes),
             Key::Registration(name) => space
                 .registrations
@@ -39,10 +40,7 @@ pub fn changes_of(state: &State, namespace: &str, keys: &[Key]) -> Result<Vec<Ch
 pub fn entries_of(state: &State) -> Result<Vec<Entry>, StoreError> {
     let mut entries = Vec::new();
     for (namespace, space) in &state.namespaces {
-        let mut keys = vec![Key::Generation];
-        keys.extend(space.ranks.keys().copied().map(Key::Rank));
-        keys.extend(space.registrations.keys().cloned().map(Key::Registration));
-        let changes = changes_of(state, namespace, &keys)?;
+        let changes = changes_of(state, namespace, &space.keys())?;
         entries.extend(
             changes
                 .into_iter()
@@ -78,6 +76,10 @@ fn read_into(state: &mut State, key: &[u8], value: &[u8]) -> Result<(), String> 
             let generation = from_bytes(value)?;
             space_of(state, namespace).generation_opt = Some(generation);
         }
+        [namespace, "draining"] => {
+            let since = from_bytes(value)?;
+            space_of(state, namespace).draining_since_opt = Some(since);
+        }
         [namespace, "rank", id] => {
             let id: RankId = serde_json::from_str(id).map_err(|error| error.to_string())?;
             let rank = from_bytes(value)?;
@@ -106,6 +108,7 @@ pub fn shown_key(key: &[u8]) -> String {
 fn key_bytes(namespace: &str, key: &Key) -> Vec<u8> {
     let key = match key {
         Key::Generation => format!("{namespace}{SEPARATOR}generation"),
+        Key::Draining => format!("{namespace}{SEPARATOR}draining"),
         Key::Rank(id) => {
             // Four integers always become JSON.
             let id = serde_json::to_string(id).unwrap_or_default();

@@ -71,6 +71,7 @@ pub struct RankAddress {
 /// Body of `PUT /v1/registrations/{mori engine key}`: what a rank registered, for people to see
 /// and for peers that restart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RegistrationBody {
     /// `decode` (a rank's own registration) or `prefill` (what a prefill rank observed).
@@ -84,4 +85,70 @@ pub struct RegistrationBody {
     /// SGLang's name of each state component, in the order of the frames; a REGISTER carries none.
     #[serde(default)]
     pub component_types: Vec<String>,
+}
+
+/// Body of `PUT /v1/reports/{mori engine key}`: how a rank actor fares, sent every few seconds.
+/// Counts are since the rank started.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct RankReport {
+    /// Ferry's version.
+    pub version: String,
+    /// `prefill` or `decode`.
+    pub role: String,
+    /// The rank's name, for example `dp0 cp0 tp1 pp0`.
+    pub rank: String,
+    /// `host:port` of its control socket.
+    pub instance: String,
+    /// Seconds until the next report.
+    pub interval_seconds: u64,
+    /// Rooms that have not ended.
+    pub rooms_open: u64,
+    /// Engines on the other side.
+    #[serde(default)]
+    pub peers: Vec<ReportedPeer>,
+    /// By name.
+    #[serde(default)]
+    pub components: Vec<ReportedComponent>,
+    /// First causes of the last failures, the newest last.
+    #[serde(default)]
+    pub failures: Vec<ReportedFailure>,
+}
+
+/// An engine on the other side of a reporting rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ReportedPeer {
+    /// Its io engine's key.
+    pub engine_key: String,
+    /// The transport of the session with it.
+    pub transport: String,
+}
+
+/// What a reporting rank has moved of one component.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ReportedComponent {
+    /// `kv`, a state's type, or `aux`.
+    pub component: String,
+    /// Bytes in the decode's memory.
+    pub bytes: u64,
+    /// Transfers that failed.
+    pub failures: u64,
+}
+
+/// Why a room failed at a reporting rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct ReportedFailure {
+    /// When, in seconds since 1970.
+    pub at: u64,
+    /// The room.
+    pub room: u64,
+    /// The first cause.
+    pub reason: String,
 }

@@ -1,0 +1,129 @@
+//! What rank actors reported last: kept in memory, bounded, and dropped when it is old.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::wire::route::RankReport;
+
+use crate::api::Report;
+
+/// Reports that are kept at most.
+const MAX_REPORTS: usize = 16_384;
+/// A report that is older is dropped.
+const LIFETIME: Duration = Duration::from_secs(600);
+/// Reports that may be missed before one is stale.
+const MISSES: u64 = 3;
+
+/// By engine and key.
+#[derive(Debug, Default)]
+pub struct Reports(Mutex<BTreeMap<(String, String), Kept>>);
+
+#[derive(Debug)]
+struct Kept {
+    came_at: Instant,
+    report: RankReport,
+}
+
+impl Reports {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<(String, String), Kept>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps a report in place of the last one of its key. Gives back failures that are new; says
+    /// no when there are too many keys.
+    pub fn put(
+        &self,
+        namespace: &str,
+        engine_key: &str,
+        report: RankReport,
+        now: Instant,
+    ) -> Option<Vec<String>> {
+        let mut kept = self.lock();
+        let place = (namespace.to_owned(), engine_key.to_owned());
+        if kept.len() >= MAX_REPORTS && !kept.contains_key(&place) {
+            kept.retain(|_, known| now.duration_since(known.came_at) < LIFETIME);
+            if kept.len() >= MAX_REPORTS {
+                return None;
+            }
+        }
+        let known = kept.get(&place).map(|known| &known.report.failures);
+        let is_new = |failure: &&common::wire::route::ReportedFailure| {
+            known.is_none_or(|known| !known.contains(failure))
+        };
+        let failures = report.failures.iter().filter(is_new);
+        let failures = failures.map(|failure| {
+            let common::wire::route::ReportedFailure { room, reason, .. } = failure;
+            format!(
+                "{} {}: room {room} failed: {reason}",
+                report.role, report.rank
+            )
+        });
+        let failures = failures.collect();
+        kept.insert(
+            place,
+            Kept {
+                came_at: now,
+                report,
+            },
+        );
+        Some(failures)
+    }
+
+    /// The reports behind a place that are wanted, at most `limit` of them.
+    pub fn after(
+        &self,
+        after_opt: Option<(String, String)>,
+        limit: usize,
+        namespace_opt: Option<&str>,
+        now: Instant,
+    ) -> Vec<Report> {
+        use std::ops::Bound;
+        let mut kept = self.lock();
+        kept.retain(|_, known| now.duration_since(known.came_at) < LIFETIME);
+        let from = after_opt.map_or(Bound::Unbounded, Bound::Excluded);
+        let behind = kept.range((from, Bound::Unbounded));
+        let wanted =
+            behind.filter(|((namespace, _), _)| namespace_opt.is_none_or(|only| only == namespace));
+        let shown = wanted.map(|((namespace, engine_key), known)| {
+            let age = now.duration_since(known.came_at).as_secs();
+            Report {
+                namespace: namespace.clone(),
+                engine_key: engine_key.clone(),
+                age_seconds: age,
+                stale: age > MISSES * known.report.interval_seconds.max(1),
+                report: known.report.clone(),
+            }
+        });
+        shown.take(limit).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use common::wire::route::ReportedFailure;
+
+    #[test]
+    fn reports_grow_stale_and_leave() {
+        let reports = Reports::default();
+        let begin = Instant::now();
+        let failure = |room| ReportedFailure {
+            at: 1,
+            room,
+            reason: "a peer died".to_owned(),
+        };
+        let report = |rooms: &[u64]| RankReport {
+            interval_seconds: 5,
+            failures: rooms.iter().copied().map(failure).collect(),
+            ..RankReport::default()
+        };
+        let put = |rooms| reports.put("a", "key", report(rooms), begin).unwrap().len();
+        assert_eq!((put(&[1]), put(&[1, 2]), put(&[2])), (1, 1, 0));
+        let shown =
+            |seconds| reports.after(None, 9, Some("a"), begin + Duration::from_secs(seconds));
+        assert!(!shown(15)[0].stale && shown(16)[0].stale);
+        assert!(shown(600).is_empty());
+        assert!(reports.after(None, 9, Some("b"), begin).is_empty());
+    }
+}
