@@ -6,7 +6,9 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use common::wire::route::{RankAddress, RegistrationBody, RouteRegistration, TopologyReply};
+use common::wire::route::{
+    RankAddress, RankReport, RegistrationBody, RouteRegistration, TopologyReply,
+};
 use reqwest::header::{AUTHORIZATION, HeaderMap};
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
 use serde::de::DeserializeOwned;
@@ -230,13 +232,26 @@ impl BootstrapClient {
         key: &str,
         body: &RegistrationBody,
     ) -> Result<(), BootstrapError> {
+        let request = self.http.put(self.keyed("registrations", key)).json(body);
+        self.send(request).await.map(|_| ())
+    }
+
+    /// Says how a rank fares (`PUT /v1/reports/{key}`). `key` is the key of the rank's io engine.
+    ///
+    /// # Errors
+    /// [`BootstrapError::Refused`] with status 404 from a server that is not Ferry's.
+    pub async fn put_report(&self, key: &str, report: &RankReport) -> Result<(), BootstrapError> {
+        let request = self.http.put(self.keyed("reports", key)).json(report);
+        self.send(request).await.map(|_| ())
+    }
+
+    fn keyed(&self, collection: &str, key: &str) -> Url {
         let mut url = self.base.clone();
         // Pushed as one segment, so that a slash in a key is escaped.
         if let Ok(mut segments) = url.path_segments_mut() {
-            segments.clear().extend(["v1", "registrations", key]);
+            segments.clear().extend(["v1", collection, key]);
         }
-        let request = self.http.put(url).json(body);
-        self.send(request).await.map(|_| ())
+        url
     }
 
     async fn get_route<T: DeserializeOwned>(&self, ranks: [i64; 4]) -> Result<T, BootstrapError> {
@@ -309,7 +324,7 @@ fn base_url(text: &str, is_tls: bool) -> Option<Url> {
 
 /// A pause between half of `pause` and all of it, so that ranks that failed together do not all
 /// come back together.
-fn jittered(pause: Duration) -> Duration {
+pub(crate) fn jittered(pause: Duration) -> Duration {
     // Without random bytes the whole pause is as good as any.
     let random = getrandom::u32().unwrap_or(u32::MAX);
     pause.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u32::MAX))

@@ -125,6 +125,16 @@ pub struct ServeConfig {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub heartbeat_misses: u32,
+    /// Seconds between two reports of a rank to the bootstrap servers that it works with, at most;
+    /// 0 sends none.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "FERRY_REPORT_INTERVAL",
+        default_value_t = 5,
+        value_parser = clap::value_parser!(u64).range(..=86_400)
+    )]
+    pub report_interval: u64,
     /// Seconds that sending a control message may take.
     #[arg(
         long,
@@ -150,6 +160,7 @@ impl ServeConfig {
             transfer: Duration::from_secs(self.transfer_timeout),
             heartbeat: Duration::from_secs_f64(self.heartbeat_interval),
             heartbeat_misses: self.heartbeat_misses,
+            report: Duration::from_secs(self.report_interval),
             ..Timeouts::default()
         }
     }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use actix_web::HttpResponse;
 use actix_web::web::{Data, Json, Path, Query};
-use common::wire::route::RankReport;
+use common::wire::route::{MAX_REPORT_ITEMS, RankReport};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
@@ -13,8 +13,6 @@ use crate::api::{self, EventKind};
 use crate::error::ApiError;
 use crate::fleet::{ByPort, Fleet};
 
-/// Items of each of a report's lists at most.
-const MAX_ITEMS: usize = 1024;
 /// Separates the two parts of a place in the list.
 const SEPARATOR: char = '/';
 
@@ -41,8 +39,8 @@ pub(crate) async fn put(
         report.components.len(),
         report.failures.len(),
     ];
-    if longest.iter().any(|length| *length > MAX_ITEMS) {
-        let message = format!("a list of a report has at most {MAX_ITEMS} items");
+    if longest.iter().any(|length| *length > MAX_REPORT_ITEMS) {
+        let message = format!("a list of a report has at most {MAX_REPORT_ITEMS} items");
         return Err(ApiError::new(400, "bad_body", message));
     }
     let (fleet, namespace) = (&port.fleet, &port.namespace);

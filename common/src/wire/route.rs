@@ -87,6 +87,9 @@ pub struct RegistrationBody {
     pub component_types: Vec<String>,
 }
 
+/// Items of each list of a [`RankReport`] at most.
+pub const MAX_REPORT_ITEMS: usize = 1024;
+
 /// Body of `PUT /v1/reports/{mori engine key}`: how a rank actor fares, sent every few seconds.
 /// Counts are since the rank started.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

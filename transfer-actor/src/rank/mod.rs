@@ -6,6 +6,7 @@
 mod actor;
 pub mod core;
 mod heartbeats;
+mod reports;
 mod sessions;
 mod start;
 #[cfg(test)]

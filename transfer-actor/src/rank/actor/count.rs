@@ -9,10 +9,19 @@ use crate::rank::actor::RankActor;
 use crate::rank::core::{ComponentOutcome, ComponentReport, Counted};
 
 impl RankActor {
-    pub(super) fn count(&self, counted: &Counted) {
+    pub(super) fn count(&mut self, counted: &Counted) {
         let role = self.role();
         match counted {
-            Counted::RoomFinished { poll, elapsed } => {
+            Counted::RoomFinished {
+                room,
+                poll,
+                reason_opt,
+                elapsed,
+            } => {
+                if *poll == KvPoll::Failed {
+                    let reason = reason_opt.as_deref().unwrap_or("no reason given");
+                    self.tally.room_failed(*room, reason);
+                }
                 self.metrics
                     .rooms_finished
                     .with_label_values(&[role, poll.name()])
@@ -40,7 +49,7 @@ impl RankActor {
     }
 
     /// One event for each piece of work: bytes, time, transport, outcome.
-    pub(super) fn count_component(&self, report: &ComponentReport) {
+    pub(super) fn count_component(&mut self, report: &ComponentReport) {
         let component = self.buffers.layout.component_label(report.key.component);
         let role = self.role();
         match &report.outcome {
@@ -51,6 +60,7 @@ impl RankActor {
                 elapsed,
                 transport,
             } => {
+                self.tally.moved(component, *bytes);
                 let labels = [component, *transport, role];
                 self.metrics.bytes.with_label_values(&labels).inc_by(*bytes);
                 self.metrics
@@ -86,6 +96,7 @@ impl RankActor {
                 let labels = [component, *transport, role, outcome];
                 self.metrics.operations.with_label_values(&labels).inc();
                 if outcome == "failed" {
+                    self.tally.failed(component);
                     let labels = [component, *transport, role, *kind];
                     self.metrics.failures.with_label_values(&labels).inc();
                     let (room, endpoint) = (report.key.room, &report.key.endpoint);

@@ -15,6 +15,7 @@ use futures::FutureExt;
 use io_engine::{Engine, TransportKind};
 
 use crate::api::{RoomStatus, RoomView};
+use crate::bootstrap_client::jittered;
 use crate::component::ComponentActor;
 use crate::control::Outboxes;
 use crate::error::ApiError;
@@ -25,6 +26,7 @@ use crate::rank::core::{
     unknown_room,
 };
 use crate::rank::heartbeats::{Heartbeats, probe};
+use crate::rank::reports::{FIRST_REPORT, Tally, Targets};
 use crate::rank::sessions::Sessions;
 use crate::rank::start::{Resolver, publish_registration};
 use crate::rank::{RankBuffers, RankConfig};
@@ -55,6 +57,8 @@ pub(crate) struct RankActor {
     pub(super) control: Endpoint,
     sessions: Sessions,
     heartbeats: Heartbeats,
+    pub(super) tally: Tally,
+    reports: Targets,
     pub(super) components: HashMap<ComponentKey, Addr<ComponentActor>>,
     pub(super) published: std::collections::HashSet<String>,
     pub(super) last_census: [usize; 5],
@@ -92,6 +96,8 @@ impl RankActor {
             control,
             sessions: Sessions::default(),
             heartbeats: Heartbeats::default(),
+            tally: Tally::default(),
+            reports: Targets::default(),
             components: HashMap::new(),
             published: std::collections::HashSet::new(),
             last_census: [0; 5],
@@ -284,6 +290,33 @@ impl RankActor {
         }
     }
 
+    /// Tells the bootstrap servers how this rank fares, and does so again after a while. One that
+    /// is slow to answer misses a report; nothing here waits for it.
+    fn report(&mut self, context: &mut Context<Self>) {
+        if let Some(own) = &self.config.bootstrap_opt {
+            self.reports.add(own);
+        }
+        let due = self.reports.due();
+        if !due.is_empty() {
+            let report = Arc::new(self.tally.report(
+                &self.config,
+                self.control.to_string(),
+                self.core.census(),
+                self.sessions.list(),
+            ));
+            let key = self.engine.desc().key;
+            for (bootstrap, client) in due {
+                let (key, report) = (key.clone(), Arc::clone(&report));
+                let sent = async move { client.put_report(&key, &report).await };
+                context.spawn(wrap_future(sent).map(move |sent, actor: &mut Self, _| {
+                    actor.reports.sent(&bootstrap, sent);
+                }));
+            }
+        }
+        let pause = jittered(self.config.timeouts.report);
+        context.run_later(pause, Self::report);
+    }
+
     fn write_aux(&mut self, room: Room, buffer_index: u32, row: u32, data: &[u8]) {
         let index = buffer_index as usize;
         let layout = self.buffers.layout.aux.get(index);
@@ -307,6 +340,7 @@ impl RankActor {
         let Some(register) = &self.register_opt else {
             return;
         };
+        self.reports.add(bootstrap);
         if !self.published.insert(bootstrap.to_owned()) {
             return;
         }
@@ -362,6 +396,10 @@ impl Actor for RankActor {
             let overdue: Vec<Room> = overdue.map(|(room, _)| *room).collect();
             overdue.into_iter().for_each(|room| actor.wake(room));
         });
+        let interval = self.config.timeouts.report;
+        if !interval.is_zero() {
+            context.run_later(jittered(interval.min(FIRST_REPORT)), Self::report);
+        }
     }
 
     fn stopped(&mut self, _: &mut Context<Self>) {

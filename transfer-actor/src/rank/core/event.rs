@@ -335,8 +335,12 @@ pub enum Effect {
 pub enum Counted {
     /// A room came to its end.
     RoomFinished {
+        /// The room.
+        room: Room,
         /// `success` or `failed`.
         poll: KvPoll,
+        /// The first cause, when it failed.
+        reason_opt: Option<String>,
         /// From its opening.
         elapsed: Duration,
     },

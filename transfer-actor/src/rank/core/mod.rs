@@ -44,6 +44,8 @@ pub struct Timeouts {
     pub heartbeat: Duration,
     /// How many looks in a row may find nobody before a prefill rank counts as gone.
     pub heartbeat_misses: u32,
+    /// Between two reports to the bootstrap servers, at most; zero: none are sent.
+    pub report: Duration,
 }
 
 impl Default for Timeouts {
@@ -56,6 +58,7 @@ impl Default for Timeouts {
             tombstone: Duration::from_secs(600),
             heartbeat: Duration::from_secs(5),
             heartbeat_misses: 2,
+            report: Duration::from_secs(5),
         }
     }
 }

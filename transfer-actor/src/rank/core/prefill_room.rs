@@ -117,7 +117,9 @@ impl PrefillRoom {
         self.advance(poll, effects);
         self.touched = now;
         effects.push(Effect::Count(Counted::RoomFinished {
+            room: self.room,
             poll,
+            reason_opt: self.reason_opt.clone(),
             elapsed: now.duration_since(self.opened),
         }));
     }

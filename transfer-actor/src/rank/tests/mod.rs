@@ -2,6 +2,7 @@
 
 mod malformed;
 mod panics;
+mod reports;
 mod transfers;
 
 use std::collections::BTreeMap;
@@ -14,7 +15,7 @@ use common::ids::{ByteLen, ByteOffset};
 use common::plan::PlannerOptions;
 use common::schema::{AttentionKind, KvLayout, RankLayout, StateKind, StateLayout, TensorLayout};
 use common::topology::ParallelConfig;
-use common::wire::route::{RankAddress, RouteRegistration, TopologyReply};
+use common::wire::route::{RankAddress, RankReport, RouteRegistration, TopologyReply};
 use io_engine::{Engine, EngineConfig, FaultSpec, Memory, Region};
 use prometheus::Registry;
 use zmtp::PushOptions;
@@ -33,15 +34,32 @@ const ROWS: u64 = 4;
 /// What a decode's memory holds before.
 const UNTOUCHED: u8 = 0xEE;
 
+/// What ranks reported last, by their engine's key.
+type Reports = Arc<Mutex<BTreeMap<String, RankReport>>>;
+
 /// A bootstrap server with the routes that ranks need; its address.
 fn bootstrap_server() -> String {
+    bootstrap_server_with(&Reports::default())
+}
+
+/// As [`bootstrap_server`], and it keeps what ranks report.
+fn bootstrap_server_with(reports: &Reports) -> String {
+    let reports = Arc::clone(reports);
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = listener.local_addr().expect("it is bound").to_string();
     let ranks: Arc<Mutex<BTreeMap<u32, RouteRegistration>>> = Arc::default();
     let server = HttpServer::new(move || {
-        let ranks = Arc::clone(&ranks);
+        let (ranks, reports) = (Arc::clone(&ranks), Arc::clone(&reports));
         let answer = move |request: HttpRequest, body: web::Bytes| {
-            let response = answer(&mut ranks.lock().expect("no panic"), &request, &body);
+            let response = match request.path().strip_prefix("/v1/reports/") {
+                Some(key) => {
+                    let report = serde_json::from_slice(&body).expect("a report");
+                    let mut reports = reports.lock().expect("no panic");
+                    reports.insert(key.to_owned(), report);
+                    HttpResponse::NoContent().finish()
+                }
+                None => answer(&mut ranks.lock().expect("no panic"), &request, &body),
+            };
             async move { response }
         };
         App::new().default_service(web::to(answer))
@@ -252,6 +270,7 @@ async fn start(
         control_ports_opt: None,
         timeouts: Timeouts {
             bootstrap: DEADLINE,
+            report: Duration::from_millis(200),
             ..Timeouts::default()
         },
         limits: Limits::default(),

@@ -62,7 +62,9 @@ impl DecodeCore {
         state.touched = now;
         let elapsed = now.duration_since(state.opened);
         effects.push(Effect::Count(Counted::RoomFinished {
+            room,
             poll: KvPoll::Failed,
+            reason_opt: state.reason_opt.clone(),
             elapsed,
         }));
         let Some(prefill) = &state.prefill_opt else {

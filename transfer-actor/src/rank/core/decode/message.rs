@@ -60,7 +60,9 @@ impl DecodeCore {
                     state.advance(room, KvPoll::Success, &mut effects);
                     let elapsed = now.duration_since(state.opened);
                     effects.push(Effect::Count(Counted::RoomFinished {
+                        room,
                         poll: KvPoll::Success,
+                        reason_opt: None,
                         elapsed,
                     }));
                 } else {

@@ -45,6 +45,7 @@ const TIMEOUTS: Timeouts = Timeouts {
     tombstone: Duration::from_secs(90),
     heartbeat: Duration::from_secs(5),
     heartbeat_misses: 2,
+    report: Duration::from_secs(5),
 };
 
 fn room(number: u64) -> Room {
