@@ -210,6 +210,26 @@ pub struct Component {
     pub dims: Vec<u32>,
     /// Layer of each buffer.
     pub layer_ids: Vec<u32>,
+    /// Where each buffer is, null for one that this rank does not hold; null in lists of
+    /// registrations.
+    pub buffers: Option<Vec<Option<Buffer>>>,
+}
+
+/// Where a buffer is. The key that lets others write into it is not shown.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Buffer {
+    /// Its number within the io engine.
+    pub id: u32,
+    /// Address in its owner's process, hexadecimal.
+    pub address: String,
+    /// Its size.
+    pub bytes: u64,
+    /// `host`, `device`, or `unknown`.
+    pub location: String,
+    /// Device number; null for host memory.
+    pub device: Option<i32>,
+    /// NUMA node of host memory; null for device memory, and where it is not known.
+    pub numa_node: Option<i32>,
 }
 
 /// Rooms bound to a dp rank, by number.
@@ -246,7 +266,7 @@ pub struct EventList {
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// Counts from 1 since the server started.
+    /// Greater than that of every event before it, restarts of the server included.
     pub id: u64,
     /// When, in milliseconds since 1970.
     pub at_ms: u64,
@@ -259,7 +279,7 @@ pub struct Event {
 }
 
 /// What can happen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum)]
 #[serde(rename_all = "snake_case")]
 pub enum EventKind {
     /// A rank or an io engine registered, or a registration was removed.
@@ -274,6 +294,20 @@ pub enum EventKind {
     Store,
     /// A rank actor reports failed transfers.
     Failure,
+}
+
+impl EventKind {
+    /// As JSON and queries name it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Registration => "registration",
+            Self::Generation => "generation",
+            Self::Reachability => "reachability",
+            Self::Operator => "operator",
+            Self::Store => "store",
+            Self::Failure => "failure",
+        }
+    }
 }
 
 /// What rank actors reported last, by engine and key.
@@ -313,6 +347,7 @@ pub struct Drain {
 #[serde(deny_unknown_fields)]
 pub struct Export {
     /// Of this form: 1.
+    #[schema(minimum = 1, maximum = 1)]
     pub version: u32,
     /// When it was made.
     pub exported_at: u64,

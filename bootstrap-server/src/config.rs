@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Parser, ValueEnum};
+use clap::{Parser, Subcommand, ValueEnum};
 use ipnet::IpNet;
+
+use crate::ctl::Ctl;
 
 const DEFAULT_LISTEN: &str = "0.0.0.0:8998";
 const DEFAULT_ADMIN_LISTEN: &str = "127.0.0.1:8997";
@@ -28,8 +30,28 @@ const DEFAULT_PROBE_MISSES: u32 = 3;
 const DEFAULT_SETTLE_SECONDS: u64 = 15;
 
 /// Where prefill and decode ranks register and find each other (SGLang's bootstrap protocol).
+///
+/// Without a command it serves.
 #[derive(Clone, Debug, Parser)]
-#[command(version)]
+#[command(version, args_conflicts_with_subcommands = true)]
+pub struct Cli {
+    /// What to do instead of serving.
+    #[command(subcommand)]
+    pub command_opt: Option<Command>,
+    /// How to serve.
+    #[command(flatten)]
+    pub config: Config,
+}
+
+/// What the program does instead of serving.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Command {
+    /// Asks a running server, or tells it what to do.
+    Ctl(Ctl),
+}
+
+/// How to serve.
+#[derive(Clone, Debug, Parser)]
 pub struct Config {
     /// Address that an engine's ranks and its decodes reach, and the engine's name, for example
     /// `[::]:8999=prefill-b`; may be given again for each engine. The name is `default` when it is
@@ -358,7 +380,7 @@ mod tests {
 
     #[test]
     fn the_command_line_is_sound() {
-        <Config as clap::CommandFactory>::command().debug_assert();
+        <Cli as clap::CommandFactory>::command().debug_assert();
     }
 
     #[test]

@@ -20,16 +20,29 @@ pub struct Events {
     followers: broadcast::Sender<Event>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct History {
     last_id: u64,
     events: VecDeque<Event>,
 }
 
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    })
+}
+
 impl Default for Events {
     fn default() -> Self {
+        // Numbers go on where those of the process before this one cannot have come to, so that
+        // whoever followed that one misses nothing of this one.
+        let history = History {
+            last_id: now_ms(),
+            events: VecDeque::new(),
+        };
         Self {
-            history: Mutex::default(),
+            history: Mutex::new(history),
             followers: broadcast::Sender::new(MAX_LAG),
         }
     }
@@ -42,10 +55,7 @@ impl Events {
 
     /// Records something, of one engine or of all.
     pub fn record(&self, kind: EventKind, namespace_opt: Option<&str>, message: String) {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH);
-        let at_ms = since.map_or(0, |since| {
-            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
-        });
+        let at_ms = now_ms();
         let mut history = self.lock();
         history.last_id += 1;
         let event = Event {
@@ -102,7 +112,9 @@ mod tests {
             events.record(EventKind::Operator, Some(namespace), number.to_string());
         }
         let all = events.after(0, usize::MAX, |_| true);
-        assert_eq!((all.events.len(), all.forgotten), (MAX_EVENTS, 10));
+        assert_eq!(all.events.len(), MAX_EVENTS);
+        assert_eq!(all.forgotten, all.events[0].id - 1);
+        assert_eq!(all.events[0].message, "10");
         let is_even = |event: &Event| event.namespace.as_deref() == Some("even");
         let mut since = 0;
         let mut seen = 0;
@@ -125,6 +137,6 @@ mod tests {
         events.record(EventKind::Store, None, "first".to_owned());
         events.record(EventKind::Store, None, "second".to_owned());
         assert_eq!(follower.try_recv().unwrap().message, "first");
-        assert_eq!(follower.try_recv().unwrap().id, 2);
+        assert_eq!(follower.try_recv().unwrap().message, "second");
     }
 }

@@ -2,17 +2,21 @@
 //! it. What decodes ask is an engine's own `/health`.
 
 use actix_web::HttpResponse;
-use actix_web::http::StatusCode;
+use actix_web::http::{Method, StatusCode};
 use actix_web::web::{self, Data};
 
+use crate::admin::resource;
 use crate::api;
 use crate::fleet::Fleet;
 use crate::writer::STORE_READ_ONLY;
 
 pub(crate) fn configure(config: &mut web::ServiceConfig) {
     config
-        .route("/v1/health/live", web::get().to(live))
-        .route("/v1/health/ready", web::get().to(ready));
+        .service(resource("/v1/health/live", [(Method::GET, web::to(live))]))
+        .service(resource(
+            "/v1/health/ready",
+            [(Method::GET, web::to(ready))],
+        ));
 }
 
 /// Whether the process runs.

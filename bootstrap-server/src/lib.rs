@@ -16,6 +16,7 @@
 pub mod admin;
 pub mod api;
 pub mod config;
+pub mod ctl;
 pub mod error;
 pub mod events;
 pub mod fields;

@@ -6,7 +6,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use bootstrap_server::config::{Config, LogFormat};
+use bootstrap_server::config::{Cli, Command, Config, LogFormat};
 use bootstrap_server::server::{Server, take_all_files};
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
@@ -16,7 +16,11 @@ use tracing_subscriber::EnvFilter;
 const DEFAULT_LOG_FILTER: &str = "info,actix_http::h1::dispatcher=off";
 
 fn main() -> ExitCode {
-    let config = Config::parse();
+    let cli = Cli::parse();
+    if let Some(Command::Ctl(ctl)) = cli.command_opt {
+        return actix_web::rt::System::new().block_on(bootstrap_server::ctl::run(ctl));
+    }
+    let config = cli.config;
     let filter =
         EnvFilter::try_from_env("FERRY_LOG").unwrap_or_else(|_| EnvFilter::new(DEFAULT_LOG_FILTER));
     let logs = tracing_subscriber::fmt()

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::wire::route::RankReport;
+use common::wire::route::{RankReport, ReportedFailure};
 
 use crate::api::Report;
 
@@ -14,6 +14,10 @@ const MAX_REPORTS: usize = 16_384;
 const LIFETIME: Duration = Duration::from_secs(600);
 /// Reports that may be missed before one is stale.
 const MISSES: u64 = 3;
+
+/// There is no space for another key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooManyReports;
 
 /// By engine and key.
 #[derive(Debug, Default)]
@@ -30,36 +34,40 @@ impl Reports {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a report in place of the last one of its key. Gives back failures that are new; says
-    /// no when there are too many keys.
+    /// Keeps a report in place of the last one of its key. Says which failures are new.
+    ///
+    /// # Errors
+    /// When there are too many keys.
     pub fn put(
         &self,
         namespace: &str,
         engine_key: &str,
         report: RankReport,
         now: Instant,
-    ) -> Option<Vec<String>> {
+    ) -> Result<Option<String>, TooManyReports> {
         let mut kept = self.lock();
         let place = (namespace.to_owned(), engine_key.to_owned());
         if kept.len() >= MAX_REPORTS && !kept.contains_key(&place) {
             kept.retain(|_, known| now.duration_since(known.came_at) < LIFETIME);
             if kept.len() >= MAX_REPORTS {
-                return None;
+                return Err(TooManyReports);
             }
         }
         let known = kept.get(&place).map(|known| &known.report.failures);
-        let is_new = |failure: &&common::wire::route::ReportedFailure| {
-            known.is_none_or(|known| !known.contains(failure))
-        };
-        let failures = report.failures.iter().filter(is_new);
-        let failures = failures.map(|failure| {
-            let common::wire::route::ReportedFailure { room, reason, .. } = failure;
+        let is_new =
+            |failure: &&ReportedFailure| known.is_none_or(|known| !known.contains(failure));
+        let mut failures = report.failures.iter().filter(is_new);
+        // One line for each report, however many rooms failed: the history is for other things too.
+        let news = failures.next().map(|first| {
+            let others = match failures.count() {
+                0 => String::new(),
+                others => format!(", and {others} more"),
+            };
             format!(
-                "{} {}: room {room} failed: {reason}",
-                report.role, report.rank
+                "{} {} of {engine_key}: room {} failed: {}{others}",
+                report.role, report.rank, first.room, first.reason
             )
         });
-        let failures = failures.collect();
         kept.insert(
             place,
             Kept {
@@ -67,7 +75,7 @@ impl Reports {
                 report,
             },
         );
-        Some(failures)
+        Ok(news)
     }
 
     /// The reports behind a place that are wanted, at most `limit` of them.
@@ -102,7 +110,6 @@ impl Reports {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use common::wire::route::ReportedFailure;
 
     #[test]
     fn reports_grow_stale_and_leave() {
@@ -118,8 +125,14 @@ mod tests {
             failures: rooms.iter().copied().map(failure).collect(),
             ..RankReport::default()
         };
-        let put = |rooms| reports.put("a", "key", report(rooms), begin).unwrap().len();
-        assert_eq!((put(&[1]), put(&[1, 2]), put(&[2])), (1, 1, 0));
+        let put = |rooms| reports.put("a", "key", report(rooms), begin).unwrap();
+        let news = |text: &str| Some(text.to_owned());
+        assert_eq!(put(&[1]), news("  of key: room 1 failed: a peer died"));
+        assert_eq!(
+            put(&[1, 2, 3]),
+            news("  of key: room 2 failed: a peer died, and 1 more")
+        );
+        assert_eq!(put(&[2]), None);
         let shown =
             |seconds| reports.after(None, 9, Some("a"), begin + Duration::from_secs(seconds));
         assert!(!shown(15)[0].stale && shown(16)[0].stale);

@@ -11,6 +11,7 @@ use actix_web::{Error, HttpMessage, HttpResponse};
 use common::metrics as names;
 use prometheus::{Encoder, TextEncoder};
 
+use crate::error::ApiError;
 use crate::fleet::Fleet;
 use crate::guard::audit::{Attempt, Reason};
 use crate::guard::{Refusal, Who};
@@ -105,7 +106,7 @@ pub async fn around(
                 if let (Some(attempt), Some(who)) = (attempt_opt, who_opt) {
                     attempt.refused(&who, StatusCode::REQUEST_TIMEOUT, reason);
                 }
-                return Err(actix_web::error::ErrorRequestTimeout(reason));
+                return Err(ApiError::new(408, "too_slow", reason).into());
             }
         },
     };

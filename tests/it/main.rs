@@ -2,6 +2,8 @@
 
 mod bootstrap_admin;
 mod bootstrap_bad_input;
+mod bootstrap_ctl;
+mod bootstrap_generated;
 mod bootstrap_guard;
 mod bootstrap_http;
 mod bootstrap_membership;

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde_json::json;
 use utoipa::IntoParams;
 
-use super::{Paging, change, known_engine, next, registrations, unknown_engine};
+use super::{Paging, change, checked_limit, known_engine, next, registrations, unknown_engine};
 use crate::api;
 use crate::error::ApiError;
 use crate::fleet::Fleet;
@@ -31,6 +31,18 @@ pub(crate) struct EngineFilter {
     draining: Option<bool>,
     /// Only engines whose name begins so.
     prefix: Option<String>,
+}
+
+/// Which part of the list is wanted.
+#[derive(Clone, Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct RankPaging {
+    /// Ranks at most, 1 to 1000; 100 if absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<usize>,
+    /// Begins behind this rank: the `next` of the page before.
+    #[param(pattern = "^dp[0-9]{1,9}[ -]cp[0-9]{1,9}[ -]tp[0-9]{1,9}[ -]pp[0-9]{1,9}$")]
+    after: Option<String>,
 }
 
 /// Which ranks are wanted.
@@ -128,7 +140,7 @@ pub(crate) fn describe(fleet: &Fleet, namespace: &str, space: &Namespace) -> api
         ranks_missing: missing(space),
         ranks_missing_count: space.expected().saturating_sub(space.ranks.len()),
         registrations: registered
-            .map(|(key, known)| registrations::describe(fleet, namespace, key, known))
+            .map(|(key, known)| registrations::describe(fleet, namespace, key, known, false))
             .collect(),
         reports: fleet
             .reports
@@ -162,16 +174,16 @@ fn describe_rank(fleet: &Fleet, namespace: &str, id: RankId, rank: &Rank) -> api
 
 /// Lists an engine's ranks: those that are there, and the names of those that are missing.
 #[utoipa::path(
-    get, path = "/v1/engines/{namespace}/ranks", tag = "engines", params(("namespace" = String, Path, description = "the engine's name"), Paging, RankFilter),
+    get, path = "/v1/engines/{namespace}/ranks", tag = "engines", params(("namespace" = String, Path, description = "the engine's name"), RankPaging, RankFilter),
     responses((status = 200, description = "a page", body = api::RankList), (status = 400, description = "bad query", body = api::ErrorBody), (status = 404, description = "no such engine", body = api::ErrorBody))
 )]
 pub(crate) async fn ranks(
     fleet: Data<Fleet>,
     path: Path<String>,
-    paging: Query<Paging>,
+    paging: Query<RankPaging>,
     filter: Query<RankFilter>,
 ) -> Result<HttpResponse, ApiError> {
-    let limit = paging.limit()?;
+    let limit = checked_limit(paging.limit)?;
     known_engine(&fleet, &path)?;
     let from = match &paging.after {
         None => Bound::Unbounded,
@@ -270,7 +282,7 @@ pub(crate) async fn delete(
 /// Removes one rank, for example of a host that will not come back.
 #[utoipa::path(
     delete, path = "/v1/engines/{namespace}/ranks/{rank}", tag = "engines",
-    params(("namespace" = String, Path, description = "the engine's name"), ("rank" = String, Path, description = "its name, for example dp0-cp0-tp1-pp0")),
+    params(("namespace" = String, Path, description = "the engine's name"), ("rank" = String, Path, pattern = "^dp[0-9]{1,9}[ -]cp[0-9]{1,9}[ -]tp[0-9]{1,9}[ -]pp[0-9]{1,9}$", description = "its name, for example dp0-cp0-tp1-pp0")),
     responses((status = 204, description = "removed"), (status = 400, description = "no rank's name", body = api::ErrorBody), (status = 404, description = "no such rank", body = api::ErrorBody), (status = 503, description = "not durable", body = api::ErrorBody))
 )]
 pub(crate) async fn delete_rank(

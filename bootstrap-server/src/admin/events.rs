@@ -10,7 +10,7 @@ use serde::Deserialize;
 use tokio::sync::broadcast::error::RecvError;
 use utoipa::IntoParams;
 
-use super::checked_limit;
+use super::{checked_limit, checked_number};
 use crate::api::{self, Event, EventKind};
 use crate::error::ApiError;
 use crate::fleet::Fleet;
@@ -23,6 +23,7 @@ const HEARTBEAT: Duration = Duration::from_secs(10);
 #[into_params(parameter_in = Query)]
 pub(crate) struct EventFilter {
     /// Only those after this number.
+    #[param(minimum = 0, maximum = 9_223_372_036_854_775_807_i64)]
     since: Option<u64>,
     /// Only those of this engine.
     namespace: Option<String>,
@@ -60,7 +61,7 @@ pub(crate) async fn list(
     filter: Query<EventFilter>,
 ) -> Result<HttpResponse, ApiError> {
     let limit = checked_limit(paging.limit)?;
-    let since = filter.since.unwrap_or_default();
+    let since = checked_number("since", filter.since)?.unwrap_or_default();
     Ok(HttpResponse::Ok().json(
         fleet
             .events
@@ -79,14 +80,15 @@ pub(crate) async fn stream(
     request: HttpRequest,
     fleet: Data<Fleet>,
     filter: Query<EventFilter>,
-) -> HttpResponse {
+) -> Result<HttpResponse, ApiError> {
+    checked_number("since", filter.since)?;
     let last_id = request.headers().get("last-event-id");
     let last_id: Option<u64> = last_id.and_then(|id| id.to_str().ok()?.parse().ok());
     let body = follow(fleet, filter.into_inner(), last_id);
-    HttpResponse::Ok()
+    Ok(HttpResponse::Ok()
         .content_type("text/event-stream")
         .insert_header(("cache-control", "no-store"))
-        .streaming(body)
+        .streaming(body))
 }
 
 fn follow(

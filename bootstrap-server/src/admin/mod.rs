@@ -10,8 +10,9 @@ mod reports;
 mod rooms;
 
 use actix_web::error::{JsonPayloadError, PathError, PayloadError, QueryPayloadError};
+use actix_web::http::{Method, header};
 use actix_web::web::{self, Data};
-use actix_web::{HttpRequest, HttpResponse, Resource};
+use actix_web::{HttpRequest, HttpResponse, Resource, ResponseError, Route};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
@@ -25,6 +26,8 @@ pub use openapi::document;
 
 /// Entries of one page, unless fewer or more are asked for.
 const DEFAULT_LIMIT: usize = 100;
+/// Bytes of an import at most: some 1,000 engines of 64 ranks and as many registrations.
+const MAX_IMPORT_BYTES: usize = 256 << 20;
 /// Entries of one page at most.
 const MAX_LIMIT: usize = 1000;
 
@@ -54,6 +57,15 @@ fn checked_limit(limit_opt: Option<usize>) -> Result<usize, ApiError> {
     Err(ApiError::new(400, "bad_query", message))
 }
 
+/// Numbers of this API fit a signed integer of 64 bits, as its document says.
+fn checked_number(name: &str, number_opt: Option<u64>) -> Result<Option<u64>, ApiError> {
+    if number_opt.is_none_or(|number| i64::try_from(number).is_ok()) {
+        return Ok(number_opt);
+    }
+    let message = format!("{name} is above {}", i64::MAX);
+    Err(ApiError::new(400, "bad_query", message))
+}
+
 /// The last entry's name, if the page is full and there may be more.
 fn next<T>(page: &[T], limit: usize, name: impl Fn(&T) -> String) -> Option<String> {
     page.last().filter(|_| page.len() == limit).map(name)
@@ -65,19 +77,19 @@ pub(crate) fn configure_engine(config: &mut web::ServiceConfig) {
         .configure(refusals)
         .service(resource(
             "/v1/registrations",
-            [web::get().to(registrations::own_list)],
+            [(Method::GET, web::to(registrations::own_list))],
         ))
         .service(resource(
             "/v1/registrations/{key:.+}",
             [
-                web::get().to(registrations::own),
-                web::put().to(registrations::put),
-                web::delete().to(registrations::delete_own),
+                (Method::GET, web::to(registrations::own)),
+                (Method::PUT, web::to(registrations::put)),
+                (Method::DELETE, web::to(registrations::delete_own)),
             ],
         ))
         .service(resource(
             "/v1/reports/{key:.+}",
-            [web::put().to(reports::put)],
+            [(Method::PUT, web::to(reports::put))],
         ));
 }
 
@@ -87,67 +99,100 @@ pub(crate) fn configure_admin(config: &mut web::ServiceConfig) {
         .configure(refusals)
         .service(resource(
             "/v1/openapi.json",
-            [web::get().to(openapi::serve)],
+            [(Method::GET, web::to(openapi::serve))],
         ))
-        .service(resource("/v1/engines", [web::get().to(engines::list)]))
+        .service(resource(
+            "/v1/engines",
+            [(Method::GET, web::to(engines::list))],
+        ))
         .service(resource(
             "/v1/engines/{namespace}",
             [
-                web::get().to(engines::get),
-                web::delete().to(engines::delete),
+                (Method::GET, web::to(engines::get)),
+                (Method::DELETE, web::to(engines::delete)),
             ],
         ))
         .service(resource(
             "/v1/engines/{namespace}/ranks",
-            [web::get().to(engines::ranks)],
+            [(Method::GET, web::to(engines::ranks))],
         ))
         .service(resource(
             "/v1/engines/{namespace}/ranks/{rank}",
-            [web::delete().to(engines::delete_rank)],
+            [(Method::DELETE, web::to(engines::delete_rank))],
         ))
         .service(resource(
             "/v1/engines/{namespace}/generations",
-            [web::get().to(engines::generations)],
+            [(Method::GET, web::to(engines::generations))],
         ))
         .service(resource(
             "/v1/engines/{namespace}/drain",
-            [web::put().to(engines::drain)],
+            [(Method::PUT, web::to(engines::drain))],
         ))
         .service(resource(
             "/v1/engines/{namespace}/rooms",
-            [web::get().to(rooms::list)],
+            [(Method::GET, web::to(rooms::list))],
         ))
         .service(resource(
             "/v1/engines/{namespace}/registrations",
-            [web::get().to(registrations::list)],
+            [(Method::GET, web::to(registrations::list))],
         ))
         .service(resource(
             "/v1/engines/{namespace}/registrations/{key:.+}",
             [
-                web::get().to(registrations::get),
-                web::delete().to(registrations::delete),
+                (Method::GET, web::to(registrations::get)),
+                (Method::DELETE, web::to(registrations::delete)),
             ],
         ))
-        .service(resource("/v1/reports", [web::get().to(reports::list)]))
-        .service(resource("/v1/events", [web::get().to(events::list)]))
+        .service(resource(
+            "/v1/reports",
+            [(Method::GET, web::to(reports::list))],
+        ))
+        .service(resource(
+            "/v1/events",
+            [(Method::GET, web::to(events::list))],
+        ))
         .service(resource(
             "/v1/events/stream",
-            [web::get().to(events::stream)],
+            [(Method::GET, web::to(events::stream))],
         ))
-        .service(resource("/v1/export", [web::get().to(registry::export)]))
-        .service(resource("/v1/import", [web::post().to(registry::import)]));
+        .service(resource(
+            "/v1/export",
+            [(Method::GET, web::to(registry::export))],
+        ))
+        .service(
+            resource("/v1/import", [(Method::POST, web::to(registry::import))])
+                .app_data(json_of_at_most(MAX_IMPORT_BYTES)),
+        );
 }
 
-fn resource<const N: usize>(path: &str, routes: [actix_web::Route; N]) -> Resource {
+/// A path with the methods that it has; the others are refused as RFC 9110 wants it.
+pub(crate) fn resource<const N: usize>(path: &str, routes: [(Method, Route); N]) -> Resource {
+    let allowed = routes
+        .each_ref()
+        .map(|(method, _)| method.as_str())
+        .join(", ");
     let resource = routes
         .into_iter()
-        .fold(web::resource(path), Resource::route);
-    resource.default_service(web::to(refuse_method))
+        .fold(web::resource(path), |resource, (method, route)| {
+            resource.route(route.method(method))
+        });
+    resource.default_service(web::to(move |request: HttpRequest| {
+        let refused = refuse_method(&request, &allowed);
+        async move { refused }
+    }))
 }
 
-async fn refuse_method(request: HttpRequest) -> Result<HttpResponse, ApiError> {
-    let message = format!("{} is no method of {}", request.method(), request.path());
-    Err(ApiError::new(405, "method_not_allowed", message))
+fn refuse_method(request: &HttpRequest, allowed: &str) -> HttpResponse {
+    let message = format!(
+        "{} is no method of {}, it has {allowed}",
+        request.method(),
+        request.path()
+    );
+    let mut response = ApiError::new(405, "method_not_allowed", message).error_response();
+    if let Ok(allowed) = header::HeaderValue::from_str(allowed) {
+        response.headers_mut().insert(header::ALLOW, allowed);
+    }
+    response
 }
 
 /// A path that is no part of this API.
@@ -173,14 +218,18 @@ fn refusals(config: &mut web::ServiceConfig) {
             .with_detail(error)
             .into()
     });
-    let json = web::JsonConfig::default()
-        .limit(crate::routes::MAX_BODY_BYTES)
-        .content_type_required(false)
-        .error_handler(|error, _| refused_body(&error).into());
+    let json = json_of_at_most(crate::routes::MAX_BODY_BYTES);
     config.app_data(query).app_data(path).app_data(json);
 }
 
-fn refused_body(error: &JsonPayloadError) -> ApiError {
+fn json_of_at_most(limit: usize) -> web::JsonConfig {
+    web::JsonConfig::default()
+        .limit(limit)
+        .content_type_required(false)
+        .error_handler(move |error, _| refused_body(&error, limit).into())
+}
+
+fn refused_body(error: &JsonPayloadError, limit: usize) -> ApiError {
     let is_long = matches!(
         error,
         JsonPayloadError::Overflow { .. }
@@ -188,7 +237,7 @@ fn refused_body(error: &JsonPayloadError) -> ApiError {
             | JsonPayloadError::Payload(PayloadError::Overflow)
     );
     if is_long {
-        let message = format!("a body has at most {} bytes", crate::routes::MAX_BODY_BYTES);
+        let message = format!("a body has at most {limit} bytes here");
         return ApiError::new(413, "body_too_long", message);
     }
     let message = "the body is no JSON that this path takes; GET /v1/openapi.json describes it";

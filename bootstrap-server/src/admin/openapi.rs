@@ -2,6 +2,7 @@
 
 use actix_web::HttpResponse;
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
+use utoipa::openapi::{Content, Ref, ResponseBuilder};
 use utoipa::{Modify, OpenApi};
 
 use super::{engines, events, registrations, registry, reports, rooms};
@@ -21,7 +22,7 @@ use crate::health;
         registry::export, registry::import, health::live, health::ready
     ),
     security((), ("token" = [])),
-    modifiers(&Token),
+    modifiers(&Token, &Refusals),
 )]
 struct Document;
 
@@ -32,6 +33,46 @@ impl Modify for Token {
         let token = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).build();
         let components = document.components.get_or_insert_default();
         components.add_security_scheme("token", SecurityScheme::Http(token));
+    }
+}
+
+/// What any request may be refused with, before it comes to its handler.
+const REFUSALS: [(&str, &str); 4] = [
+    (
+        "400",
+        "it breaks a rule of HTTP, or a query or body cannot be read",
+    ),
+    ("401", "the operators' token is missing or wrong"),
+    ("408", "it did not arrive and end in time"),
+    (
+        "429",
+        "too many requests from this address; see Retry-After",
+    ),
+];
+
+struct Refusals;
+
+impl Modify for Refusals {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        let items = document.paths.paths.values_mut();
+        let operations = items.flat_map(|item| {
+            [
+                &mut item.get,
+                &mut item.put,
+                &mut item.post,
+                &mut item.delete,
+            ]
+        });
+        for operation in operations.flatten() {
+            for (status, why) in REFUSALS {
+                let responses = &mut operation.responses.responses;
+                responses.entry(status.to_owned()).or_insert_with(|| {
+                    let body = Content::new(Some(Ref::from_schema_name("ErrorBody")));
+                    let response = ResponseBuilder::new().description(why);
+                    response.content("application/json", body).build().into()
+                });
+            }
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use actix_web::web::{Data, Json, Path, Query};
 use actix_web::{HttpRequest, HttpResponse};
-use common::wire::descriptor::MemoryDesc;
+use common::wire::descriptor::{MemoryDesc, MemoryLocation};
 use common::wire::route::RegistrationBody;
 use common::wire::{ControlMessage, Register, decode_message};
 use serde::Deserialize;
@@ -29,12 +29,14 @@ pub(crate) struct RegistrationFilter {
     role: Option<String>,
 }
 
-/// What is shown of a registration. The frames themselves hold the keys of the engine's regions.
+/// What is shown of a registration, with or without each of its buffers. The frames themselves
+/// hold the keys of the engine's regions.
 pub(crate) fn describe(
     fleet: &Fleet,
     namespace: &str,
     key: &str,
     registration: &EngineRegistration,
+    is_whole: bool,
 ) -> api::Registration {
     let body = &registration.body;
     // It was decoded before it was stored; a later release of this server may be stricter.
@@ -53,53 +55,63 @@ pub(crate) fn describe(
             .as_ref()
             .map(|register| register.release.name().to_owned()),
         tp_size: register_opt.as_ref().map(|register| register.tp_size),
-        components: register_opt.map(|register| components(&register, &body.component_types)),
+        components: register_opt
+            .map(|register| components(&register, &body.component_types, is_whole)),
     }
 }
 
-fn components(register: &Register, types: &[String]) -> Vec<api::Component> {
-    let bytes = |descs: &[MemoryDesc]| {
-        descs
-            .iter()
-            .map(|desc| desc.size)
-            .fold(0, u64::saturating_add)
-    };
+fn components(register: &Register, types: &[String], is_whole: bool) -> Vec<api::Component> {
+    let present = |descs: &[MemoryDesc]| descs.iter().cloned().map(Some).collect::<Vec<_>>();
     let mut components = vec![api::Component {
-        kind: "kv".to_owned(),
-        tensors: register.kv.len(),
-        elided_tensors: 0,
-        bytes: bytes(&register.kv),
         item_lengths: vec![register.kv_item_len],
-        dims: Vec::new(),
         layer_ids: register.kv_layer_ids.clone(),
+        ..component("kv", &present(&register.kv), is_whole)
     }];
     for (at, state) in register.states.iter().enumerate() {
-        let present: Vec<MemoryDesc> = state.iter().flatten().cloned().collect();
+        let kind = types.get(at).map_or("unknown", String::as_str);
         let lengths = register.state_item_lens.get(at).into_iter().flatten();
+        let dims_opt = register.state_dims.get(at);
+        let layer_ids_opt = register.state_layer_ids.get(at);
         components.push(api::Component {
-            kind: types.get(at).map_or("unknown", String::as_str).to_owned(),
-            tensors: state.len(),
-            elided_tensors: state.len() - present.len(),
-            bytes: bytes(&present),
             item_lengths: lengths.copied().map(u64::from).collect(),
-            dims: register.state_dims.get(at).cloned().unwrap_or_default(),
-            layer_ids: register
-                .state_layer_ids
-                .get(at)
-                .cloned()
-                .unwrap_or_default(),
+            dims: dims_opt.cloned().unwrap_or_default(),
+            layer_ids: layer_ids_opt.cloned().unwrap_or_default(),
+            ..component(kind, state, is_whole)
         });
     }
-    components.push(api::Component {
-        kind: "aux".to_owned(),
-        tensors: register.aux.len(),
-        elided_tensors: 0,
-        bytes: bytes(&register.aux),
+    components.push(component("aux", &present(&register.aux), is_whole));
+    components
+}
+
+fn component(kind: &str, descs: &[Option<MemoryDesc>], is_whole: bool) -> api::Component {
+    let present = || descs.iter().flatten();
+    let buffers = || descs.iter().map(|desc_opt| desc_opt.as_ref().map(buffer));
+    api::Component {
+        kind: kind.to_owned(),
+        tensors: descs.len(),
+        elided_tensors: descs.len() - present().count(),
+        bytes: present().fold(0, |bytes, desc| desc.size.saturating_add(bytes)),
         item_lengths: Vec::new(),
         dims: Vec::new(),
         layer_ids: Vec::new(),
-    });
-    components
+        buffers: is_whole.then(|| buffers().collect()),
+    }
+}
+
+fn buffer(desc: &MemoryDesc) -> api::Buffer {
+    let location = match desc.location {
+        MemoryLocation::Host => "host",
+        MemoryLocation::Device => "device",
+        MemoryLocation::Unknown(_) => "unknown",
+    };
+    api::Buffer {
+        id: desc.id,
+        address: format!("{:#x}", desc.data),
+        bytes: desc.size,
+        location: location.to_owned(),
+        device: Some(desc.device_id).filter(|device| *device >= 0),
+        numa_node: Some(desc.numa_node).filter(|node| *node >= 0),
+    }
 }
 
 /// Reads the REGISTER message of a registration.
@@ -144,7 +156,7 @@ fn page(
             .as_ref()
             .is_none_or(|role| *role == known.body.role)
     });
-    let shown = wanted.map(|(key, known)| describe(fleet, namespace, key, known));
+    let shown = wanted.map(|(key, known)| describe(fleet, namespace, key, known, false));
     let registrations: Vec<api::Registration> = shown.take(limit).collect();
     let next = next(&registrations, limit, |known| known.engine_key.clone());
     Ok(HttpResponse::Ok().json(api::RegistrationList {
@@ -158,7 +170,7 @@ fn one(fleet: &Fleet, namespace: &str, key: &str) -> Result<HttpResponse, ApiErr
     let space_opt = state.namespaces.get(namespace);
     let known = space_opt.and_then(|space| space.registrations.get(key));
     let registration = known.ok_or_else(|| unknown_registration(key))?;
-    Ok(HttpResponse::Ok().json(describe(fleet, namespace, key, registration)))
+    Ok(HttpResponse::Ok().json(describe(fleet, namespace, key, registration, true)))
 }
 
 async fn remove(

@@ -40,15 +40,32 @@ pub(crate) struct ImportOptions {
     mode: ImportMode,
 }
 
-/// The whole registry. It holds what engines registered in full, the keys of their regions
-/// included: whoever has it may write into their memory.
+/// What to export.
+#[derive(Clone, Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ExportFilter {
+    /// Only this engine.
+    namespace: Option<String>,
+}
+
+/// The whole registry, or one engine of it. It holds what engines registered in full, the keys of
+/// their regions included: whoever has it may write into their memory.
 #[utoipa::path(
-    get, path = "/v1/export", tag = "registry",
-    responses((status = 200, description = "the registry", body = api::Export))
+    get, path = "/v1/export", tag = "registry", params(ExportFilter),
+    responses((status = 200, description = "the registry", body = api::Export), (status = 400, description = "bad query", body = api::ErrorBody), (status = 404, description = "no such engine", body = api::ErrorBody))
 )]
-pub(crate) async fn export(fleet: Data<Fleet>) -> Result<HttpResponse, ApiError> {
+pub(crate) async fn export(
+    fleet: Data<Fleet>,
+    filter: Query<ExportFilter>,
+) -> Result<HttpResponse, ApiError> {
     let state = fleet.registrations.state();
-    let engines = state.namespaces.iter().map(|(name, space)| {
+    let only_opt = filter.namespace.as_ref();
+    if let Some(only) = only_opt.filter(|only| !state.namespaces.contains_key(*only)) {
+        return Err(unknown_engine(only));
+    }
+    let wanted = state.namespaces.iter();
+    let wanted = wanted.filter(|(name, _)| only_opt.is_none_or(|only| only == *name));
+    let engines = wanted.map(|(name, space)| {
         let value = serde_json::to_value(ExportedEngine::from(&**space));
         let value = value.map_err(|error| ApiError::new(500, "export", error.to_string()))?;
         Ok((name.clone(), value))
@@ -77,6 +94,10 @@ pub(crate) async fn import(
             "a document of version {}, this server knows {VERSION}",
             document.version
         );
+        return Err(ApiError::new(400, "bad_import", message));
+    }
+    if i64::try_from(document.exported_at).is_err() {
+        let message = format!("exported_at is {}, no time", document.exported_at);
         return Err(ApiError::new(400, "bad_import", message));
     }
     let mut engines = BTreeMap::new();

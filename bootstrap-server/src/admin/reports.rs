@@ -47,17 +47,17 @@ pub(crate) async fn put(
     let kept = fleet
         .reports
         .put(namespace, &path, report.into_inner(), Instant::now());
-    let failures = kept.ok_or_else(|| {
+    let news_opt = kept.map_err(|_| {
         ApiError::new(
             429,
             "too_many_reports",
             "too many rank actors report to this server",
         )
     })?;
-    for failure in failures {
+    if let Some(news) = news_opt {
         fleet
             .events
-            .record(EventKind::Failure, Some(namespace), failure);
+            .record(EventKind::Failure, Some(namespace), news);
     }
     Ok(HttpResponse::NoContent().finish())
 }

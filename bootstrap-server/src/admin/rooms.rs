@@ -4,34 +4,39 @@ use std::time::Instant;
 
 use actix_web::HttpResponse;
 use actix_web::web::{Data, Path, Query};
+use serde::Deserialize;
+use utoipa::IntoParams;
 
-use super::{Paging, known_engine, next};
+use super::{checked_limit, checked_number, known_engine, next};
 use crate::api;
 use crate::error::ApiError;
 use crate::fleet::Fleet;
 
+/// Which part of the list is wanted.
+#[derive(Clone, Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct RoomPaging {
+    /// Rooms at most, 1 to 1000; 100 if absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<usize>,
+    /// Begins behind this room: the `next` of the page before.
+    #[param(minimum = 0, maximum = 9_223_372_036_854_775_807_i64)]
+    after: Option<u64>,
+}
+
 /// Lists the rooms of an engine, by number. They are kept in memory, by the server that listens.
 #[utoipa::path(
-    get, path = "/v1/engines/{namespace}/rooms", tag = "engines", params(("namespace" = String, Path, description = "the engine's name"), Paging),
+    get, path = "/v1/engines/{namespace}/rooms", tag = "engines", params(("namespace" = String, Path, description = "the engine's name"), RoomPaging),
     responses((status = 200, description = "a page", body = api::RoomList), (status = 400, description = "bad query", body = api::ErrorBody), (status = 404, description = "no such engine", body = api::ErrorBody))
 )]
 pub(crate) async fn list(
     fleet: Data<Fleet>,
     path: Path<String>,
-    paging: Query<Paging>,
+    paging: Query<RoomPaging>,
 ) -> Result<HttpResponse, ApiError> {
-    let limit = paging.limit()?;
+    let limit = checked_limit(paging.limit)?;
     known_engine(&fleet, &path)?;
-    let after_opt = paging.after.as_deref().map(|after| {
-        after.parse().map_err(|_| {
-            ApiError::new(
-                400,
-                "bad_query",
-                format!("after is {after:?}, expected a room's number"),
-            )
-        })
-    });
-    let after_opt: Option<u64> = after_opt.transpose()?;
+    let after_opt = checked_number("after", paging.after)?;
     let now = Instant::now();
     let listed = fleet
         .port(&path)
