@@ -11,6 +11,8 @@ WHEEL_PROFILE ?= dev
 # SGLang's releases, unpacked: its own classes are the other side of the conformance tests.
 export FERRY_SGLANG := $(abspath target)/sglang
 SGLANG_RELEASE := 0.5.23
+# One of each row of the table of the wire; the first is refused.
+SGLANG_OLDER := 0.5.12 0.5.13.post1 0.5.18 0.5.19 0.5.21 0.5.22
 export SGLCONF_SGLANG := $(FERRY_SGLANG)/$(SGLANG_RELEASE)/sglang
 export FERRY_PYTHON := $(abspath $(VENV))/bin/python
 BENCH_PYTHON := target/peers/venv-bench/bin/python
@@ -169,7 +171,7 @@ $(VENV)/page: tests/page/requirements.txt $(VENV)/ready | system-packages
 
 # By name from the package index; the modules run as they are.
 sglang: python
-	@tests/conformance/fetch.sh $(FERRY_SGLANG) $(SGLANG_RELEASE)
+	@tests/conformance/fetch.sh $(FERRY_SGLANG) $(SGLANG_RELEASE) $(SGLANG_OLDER)
 
 nextest:
 	@$(CARGO) nextest --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-nextest

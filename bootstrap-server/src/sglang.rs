@@ -1,5 +1,6 @@
 //! The five routes that SGLang calls (`spec/bootstrap-http.md`), byte for byte.
 
+use common::wire::route::RouteRelease;
 use std::time::Instant;
 
 use actix_web::http::{Method, StatusCode, header};
@@ -12,7 +13,7 @@ use crate::fleet::ByPort;
 use crate::guard::Who;
 use crate::guard::audit::Reason;
 use crate::probe::may_probe;
-use crate::registry::{Command, Namespace, RankId, Refused, Registration, ReplyRelease, Shape};
+use crate::registry::{Command, Namespace, RankId, Refused, Registration, Shape};
 use crate::writer::{WriteError, now};
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -185,7 +186,7 @@ fn known_route(space: Option<&Namespace>, ranks: [i64; 4]) -> HttpResponse {
 
 /// The topology in the key order and spacing of SGLang's server, with the keys that the release
 /// which registered knows.
-fn topology(shape: &Shape, release: ReplyRelease, http_port: Option<u16>) -> String {
+fn topology(shape: &Shape, release: RouteRelease, http_port: Option<u16>) -> String {
     let mut pairs: Vec<(&str, String)> = vec![
         ("attn_tp_size", shape.tp_size.to_string()),
         ("attn_cp_size", shape.cp_size.to_string()),
@@ -198,35 +199,35 @@ fn topology(shape: &Shape, release: ReplyRelease, http_port: Option<u16>) -> Str
             shape.follow_bootstrap_room.to_string(),
         ),
     ];
-    if release >= ReplyRelease::V0517 {
+    if release >= RouteRelease::V0517 {
         pairs.push((
             "enable_dsa_cache_layer_split",
             shape.enable_dsa_cache_layer_split.to_string(),
         ));
     }
-    if release >= ReplyRelease::V0521
+    if release >= RouteRelease::V0521
         && let Some(layout) = &shape.dsv41_spec_layout
     {
         pairs.push(("dsv41_spec_layout", python_json(layout)));
     }
-    if release >= ReplyRelease::V0523
+    if release >= RouteRelease::V0523
         && let Some(layout) = &shape.kv_layout
     {
         pairs.push(("kv_layout", python_string(layout)));
     }
-    if release >= ReplyRelease::V0522 {
+    if release >= RouteRelease::V0522 {
         pairs.push((
             "decode_allocation_policy",
             python_string(&shape.decode_allocation_policy),
         ));
     }
-    if release >= ReplyRelease::V0523 {
+    if release >= RouteRelease::V0523 {
         pairs.push((
             "enable_kv_cache_sharding",
             shape.enable_kv_cache_sharding.to_string(),
         ));
     }
-    if release >= ReplyRelease::V0517 {
+    if release >= RouteRelease::V0517 {
         let port = http_port.map_or_else(|| "null".to_owned(), |port| port.to_string());
         pairs.push(("prefill_http_port", port));
     }

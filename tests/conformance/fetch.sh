@@ -19,7 +19,13 @@ for version in "$@"; do
     --only-binary=:all: --implementation cp --python-version 3.11 --abi cp311 --abi abi3 --abi none \
     --platform manylinux_2_34_x86_64 --platform manylinux_2_28_x86_64 --platform any \
     "sglang==$version"
-  "$python" -m zipfile --extract "$scratch_opt"/sglang-*.whl "$scratch_opt/unpacked"
+  # Only what the tests import: the sources of the runtime.
+  "$python" - "$scratch_opt"/sglang-*.whl "$scratch_opt/unpacked" <<'PYTHON'
+import sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    names = [n for n in wheel.namelist() if n.startswith("sglang/srt/") and n.endswith(".py")]
+    wheel.extractall(sys.argv[2], names)
+PYTHON
   # What stands under its final name is whole, whoever was interrupted.
   mv -T "$scratch_opt/unpacked" "$folder/$version"
   rm -rf "$scratch_opt"

@@ -9,6 +9,7 @@ standard input.
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -91,10 +92,11 @@ class Peer:
 
     def send(self, room, kv, state=None, tokens=None):
         """Send the next pages (prefill); the last ones come with the state."""
-        arguments = [_indices(kv), _state_indices(state)]
-        if tokens is not None:
-            arguments.append(tokens)
-        self.rank.call(self.requests[room].send, *arguments)
+        send = self.requests[room].send
+        # Releases that re-split pages by token are told how many there are.
+        takes_tokens = "num_kv_tokens" in inspect.signature(send).parameters
+        tokens = {"num_kv_tokens": tokens} if takes_tokens else {}
+        self.rank.call(send, _indices(kv), _state_indices(state), **tokens)
         return {}
 
     def mark(self, room):

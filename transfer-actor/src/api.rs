@@ -121,6 +121,10 @@ pub struct EngineSpec {
     /// The engine's own HTTP port, if it has one.
     #[serde(default)]
     pub prefill_http_port: Option<u16>,
+    /// Prefill only: SGLang's release on the decode side, for example `0.5.18`, where it is older
+    /// than the newest that is known. A decode refuses a topology with keys of later releases.
+    #[serde(default)]
+    pub sglang_release: Option<String>,
 }
 
 fn default_load_balance_method() -> String {

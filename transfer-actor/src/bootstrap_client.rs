@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use common::wire::route::{
-    RankAddress, RankReport, RegistrationBody, RouteRegistration, TopologyReply,
+    RankAddress, RankReport, RegistrationBody, RouteRegistration, RouteRelease, TopologyReply,
 };
 use reqwest::header::{AUTHORIZATION, HeaderMap};
 use reqwest::{Method, RequestBuilder, Response, StatusCode, Url};
@@ -131,7 +131,7 @@ impl BootstrapClient {
         self.base.authority()
     }
 
-    /// Registers a prefill rank (`PUT /route`). Tries again, with pauses that grow and are spread
+    /// Registers a prefill rank (`PUT /route`) in the form of a release. Tries again, with pauses that grow and are spread
     /// at random, until it works or `timeout` has passed.
     ///
     /// # Errors
@@ -139,13 +139,15 @@ impl BootstrapClient {
     pub async fn register_route(
         &self,
         registration: &RouteRegistration,
+        release: RouteRelease,
         timeout: Duration,
     ) -> Result<(), BootstrapError> {
         let started = Instant::now();
+        let body = registration.for_release(release);
         let mut pause = FIRST_PAUSE;
         let mut was_logged = false;
         loop {
-            let request = self.request(Method::PUT, "/route").json(registration);
+            let request = self.request(Method::PUT, "/route").json(&body);
             let error = match self.send(request).await {
                 Ok(_) => return Ok(()),
                 Err(error) => error,
@@ -472,7 +474,11 @@ mod tests {
         });
         let client = BootstrapClient::new(&address).expect("an address");
         let registered = client
-            .register_route(&registration(), Duration::from_secs(30))
+            .register_route(
+                &registration(),
+                RouteRelease::NEWEST,
+                Duration::from_secs(30),
+            )
             .await;
         assert_eq!(registered, Ok(()));
         assert_eq!(tries.load(Ordering::SeqCst), 3);
@@ -488,7 +494,11 @@ mod tests {
         });
         let client = BootstrapClient::new(&address).expect("an address");
         let refused = client
-            .register_route(&registration(), Duration::from_secs(30))
+            .register_route(
+                &registration(),
+                RouteRelease::NEWEST,
+                Duration::from_secs(30),
+            )
             .await;
         let expected = BootstrapError::Refused {
             status: 400,
@@ -506,7 +516,11 @@ mod tests {
         let client = BootstrapClient::new(&address).expect("an address");
         let started = Instant::now();
         let given_up = client
-            .register_route(&registration(), Duration::from_millis(400))
+            .register_route(
+                &registration(),
+                RouteRelease::NEWEST,
+                Duration::from_millis(400),
+            )
             .await;
         assert!(matches!(given_up, Err(BootstrapError::Unreachable { .. })));
         assert!(started.elapsed() < REQUEST_TIMEOUT);

@@ -364,6 +364,7 @@ async fn start_rank(setup: &Setup, role: Role) -> Result<RankHandle> {
             load_balance_method: "round_robin".to_owned(),
             decode_allocation_policy: "early".to_owned(),
             prefill_http_port: None,
+            sglang_release: None,
         },
         bootstrap_opt: (role == Role::Prefill).then(|| setup.bootstrap.clone()),
         advertise_host: "127.0.0.1".to_owned(),

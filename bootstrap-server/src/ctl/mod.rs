@@ -35,7 +35,12 @@ pub struct Ctl {
     )]
     pub token_file: Option<PathBuf>,
     /// Authorities (PEM) one of which must have signed the server's certificate.
-    #[arg(long, global = true, value_name = "FILE", env = "FERRY_BOOTSTRAP_CA_FILE")]
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        env = "FERRY_BOOTSTRAP_CA_FILE"
+    )]
     pub ca_file: Option<PathBuf>,
     /// Certificate chain (PEM) to show to a server that asks for one.
     #[arg(

@@ -12,13 +12,14 @@
 mod exported;
 mod shape;
 
+use common::wire::route::RouteRelease;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 pub use self::exported::ExportedEngine;
-pub use self::shape::{Rank, RankId, Registration, ReplyRelease, Shape};
+pub use self::shape::{Rank, RankId, Registration, Shape};
 
 /// Retired generations that are remembered.
 const MAX_RETIRED: usize = 64;
@@ -92,9 +93,9 @@ impl Namespace {
 
     /// The release whose topology JSON is answered: the oldest of the ranks', because an older
     /// decode fails on a key that it does not know.
-    pub fn release(&self) -> ReplyRelease {
+    pub fn release(&self) -> RouteRelease {
         let releases = self.ranks.values().map(|rank| rank.release);
-        releases.min().unwrap_or(ReplyRelease::V0523)
+        releases.min().unwrap_or(RouteRelease::V0523)
     }
 
     /// Whether every rank has registered.

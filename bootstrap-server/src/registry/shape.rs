@@ -1,8 +1,7 @@
 //! What a `PUT /route` says: a rank's place, its address, and the shape that it shares with the
 //! other ranks of its generation.
 
-use std::collections::BTreeSet;
-
+use common::wire::route::RouteRelease;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -82,83 +81,6 @@ pub struct Shape {
     pub decode_allocation_policy: String,
 }
 
-/// The releases that share one topology JSON (`spec/bootstrap-http.md`, last table).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ReplyRelease {
-    /// 0.5.12 to 0.5.15.
-    V0512,
-    /// 0.5.17 to 0.5.20.
-    V0517,
-    /// 0.5.21.
-    V0521,
-    /// 0.5.22.
-    V0522,
-    /// 0.5.23, and every field set that no known release sends.
-    V0523,
-}
-
-pub(super) const BASE_FIELDS: [&str; 15] = [
-    "attn_tp_size",
-    "attn_tp_rank",
-    "attn_cp_size",
-    "attn_cp_rank",
-    "attn_dp_size",
-    "attn_dp_rank",
-    "pp_size",
-    "pp_rank",
-    "system_dp_size",
-    "system_dp_rank",
-    "rank_ip",
-    "rank_port",
-    "page_size",
-    "kv_cache_dtype",
-    "load_balance_method",
-];
-
-/// What each release adds to the one before it.
-pub(super) const ADDED_FIELDS: [(ReplyRelease, &[&str]); 4] = [
-    (
-        ReplyRelease::V0517,
-        &["enable_dsa_cache_layer_split", "prefill_http_port"],
-    ),
-    (ReplyRelease::V0521, &["dsv41_spec_layout"]),
-    (ReplyRelease::V0522, &["decode_allocation_policy"]),
-    (
-        ReplyRelease::V0523,
-        &["kv_layout", "enable_kv_cache_sharding"],
-    ),
-];
-
-impl ReplyRelease {
-    /// For people.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::V0512 => "0.5.12 to 0.5.15",
-            Self::V0517 => "0.5.17 to 0.5.20",
-            Self::V0521 => "0.5.21",
-            Self::V0522 => "0.5.22",
-            Self::V0523 => "0.5.23",
-        }
-    }
-
-    /// The release that sends exactly these fields, else the newest.
-    pub(super) fn of(map: &Map<String, Value>) -> Self {
-        let mut known: BTreeSet<&str> = BASE_FIELDS.into();
-        let sent: BTreeSet<&str> = map.keys().map(String::as_str).collect();
-        if sent == known {
-            return Self::V0512;
-        }
-        for (release, added) in ADDED_FIELDS {
-            known.extend(added);
-            if sent == known {
-                return release;
-            }
-        }
-        Self::V0523
-    }
-}
-
 /// One registered rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rank {
@@ -169,7 +91,7 @@ pub struct Rank {
     /// The engine's HTTP port, if it said so.
     pub http_port: Option<u16>,
     /// Which keys its release's topology JSON has, as its fields tell.
-    pub release: ReplyRelease,
+    pub release: RouteRelease,
     /// Fields that no known release sends; kept, shown, never echoed.
     pub unknown_fields: Map<String, Value>,
     /// Whether its address may be dialled by the prober.
@@ -275,13 +197,9 @@ impl Registration {
             enable_kv_cache_sharding: fields::flag(map, "enable_kv_cache_sharding")?,
             decode_allocation_policy: policy.unwrap_or_else(|| "early".to_owned()),
         };
-        let known = |name: &str| {
-            BASE_FIELDS.contains(&name)
-                || ADDED_FIELDS.iter().any(|(_, added)| added.contains(&name))
-        };
         let unknown_fields: Map<String, Value> = map
             .iter()
-            .filter(|(name, _)| !known(name))
+            .filter(|(name, _)| !RouteRelease::knows_field(name))
             .map(|(name, value)| (name.clone(), value.clone()))
             .collect();
         let unknown_bytes = unknown_fields.iter();
@@ -301,7 +219,7 @@ impl Registration {
                 ip: fields::text(map, "rank_ip")?,
                 port: u16::try_from(port).unwrap_or_default(),
                 http_port: fields::optional_port(map, "prefill_http_port")?,
-                release: ReplyRelease::of(map),
+                release: RouteRelease::of_fields(map.keys().map(String::as_str)),
                 unknown_fields,
                 may_probe,
                 registered_at: now,

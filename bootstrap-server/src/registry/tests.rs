@@ -1,8 +1,5 @@
 //! The rules, case by case.
 
-use serde_json::{Map, Value};
-
-use super::shape::{ADDED_FIELDS, BASE_FIELDS};
 use super::*;
 use serde_json::json;
 
@@ -93,22 +90,4 @@ fn fixed_ports_may_come_back_with_another_shape() {
         put(&mut state, 2, 1, 11, 64),
         Err(Refused::Retired(_)) | Ok(_)
     ));
-}
-
-#[test]
-fn releases_are_told_by_their_fields() {
-    let base: Map<String, Value> = BASE_FIELDS
-        .map(|name| (name.to_owned(), json!(0)))
-        .into_iter()
-        .collect();
-    assert_eq!(ReplyRelease::of(&base), ReplyRelease::V0512);
-    let mut fields = base.clone();
-    for (release, added) in ADDED_FIELDS {
-        fields.extend(added.iter().map(|name| ((*name).to_owned(), json!(0))));
-        assert_eq!(ReplyRelease::of(&fields), release);
-    }
-    fields.insert("of_the_future".to_owned(), json!(0));
-    assert_eq!(ReplyRelease::of(&fields), ReplyRelease::V0523);
-    let minimal: Map<String, Value> = base.into_iter().take(14).collect();
-    assert_eq!(ReplyRelease::of(&minimal), ReplyRelease::V0523);
 }

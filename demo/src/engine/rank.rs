@@ -95,6 +95,7 @@ impl Rank {
                 load_balance_method: "round_robin".to_owned(),
                 decode_allocation_policy: "early".to_owned(),
                 prefill_http_port: None,
+                sglang_release: None,
             },
             pools: memory
                 .layout

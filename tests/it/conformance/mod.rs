@@ -13,6 +13,7 @@ mod ends;
 mod model;
 mod module_ends;
 mod rank;
+mod releases;
 mod requests;
 mod sharding;
 

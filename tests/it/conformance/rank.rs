@@ -130,6 +130,7 @@ impl Rank {
                 load_balance_method: "round_robin".to_owned(),
                 decode_allocation_policy: setting.allocation_policy.clone(),
                 prefill_http_port: None,
+                sglang_release: Some(setting.release.clone()),
             },
             bootstrap_opt: (role == Role::Prefill).then(|| bootstrap.to_string()),
             advertise_host: setting.host.to_string(),

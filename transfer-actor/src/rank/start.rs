@@ -7,7 +7,7 @@ use actix::{Actor, Arbiter};
 use common::ids::{Endpoint, Room};
 use common::schema::{AttentionKind, RankLayout};
 use common::topology::{DecodeSide, PrefillTopology, resolve_rank_mapping};
-use common::wire::route::{RegistrationBody, RouteRegistration};
+use common::wire::route::{RegistrationBody, RouteRegistration, RouteRelease};
 use common::wire::{ControlMessage, MemoryDesc, Register, Release, unique_rank};
 use futures::future::BoxFuture;
 use io_engine::{Engine, Region};
@@ -116,6 +116,16 @@ fn check(config: &RankConfig, buffers: &RankBuffers) -> Result<(), ApiError> {
             "decode allocation policy {policy:?}: there are early and {PREFILL_COMPLETE}"
         ));
     }
+    let release = match route_release(config) {
+        Ok(release) => release,
+        Err(error) => return refused(error),
+    };
+    if policy == PREFILL_COMPLETE && release < RouteRelease::V0522 {
+        return refused(format!(
+            "decode allocation policy {policy}: sglang {} does not have it, 0.5.22 does",
+            release.name()
+        ));
+    }
     let sizes = [
         config.parallel.tp_size,
         config.parallel.cp_size,
@@ -133,6 +143,14 @@ fn check(config: &RankConfig, buffers: &RankBuffers) -> Result<(), ApiError> {
         return refused("a prefill rank needs its bootstrap server (host:port)".to_owned());
     }
     Ok(())
+}
+
+/// Which fields a prefill registers.
+fn route_release(config: &RankConfig) -> Result<RouteRelease, String> {
+    match &config.engine.sglang_release {
+        None => Ok(RouteRelease::NEWEST),
+        Some(version) => version.parse(),
+    }
 }
 
 type Started = (actix::Addr<RankActor>, Endpoint);
@@ -293,10 +311,11 @@ async fn register_route(
         prefill_http_port: config.engine.prefill_http_port,
         decode_allocation_policy: config.engine.decode_allocation_policy.clone(),
     };
+    let release = route_release(config).map_err(|error| ApiError::new(400, "bad_rank", error))?;
     let client =
         BootstrapClient::new(bootstrap).map_err(|error| bootstrap_error(bootstrap, &error))?;
     client
-        .register_route(&registration, config.timeouts.bootstrap)
+        .register_route(&registration, release, config.timeouts.bootstrap)
         .await
         .map_err(|error| bootstrap_error(bootstrap, &error))
 }

@@ -263,6 +263,7 @@ async fn start(
             load_balance_method: "round_robin".to_owned(),
             decode_allocation_policy: "early".to_owned(),
             prefill_http_port: None,
+            sglang_release: None,
         },
         bootstrap_opt: (role == Role::Prefill).then(|| bootstrap.to_owned()),
         advertise_host: "127.0.0.1".to_owned(),
