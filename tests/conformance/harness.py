@@ -16,6 +16,7 @@ sglshim.install()
 import zmq  # noqa: E402
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType  # noqa: E402
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer  # noqa: E402
+from sglang.srt.disaggregation.mori import conn as mori_conn  # noqa: E402
 from sglang.srt.disaggregation.mori.conn import (  # noqa: E402
     MORI_GUARD,
     MoriKVManager,
@@ -41,6 +42,17 @@ def _describe(args, name, buffers, item_lens):
     setattr(args, f"{name}_data_ptrs", [buffer.ctypes.data for buffer in buffers])
     setattr(args, f"{name}_data_lens", [buffer.nbytes for buffer in buffers])
     setattr(args, f"{name}_item_lens", item_lens)
+
+
+class Manager(MoriKVManager):
+    """SGLang's manager; 0.5.12 takes nested lists of state first, and sends flat ones then."""
+
+    def _register_local_buffers(self):
+        super()._register_local_buffers()
+        if hasattr(mori_conn, "_normalize_state_indices"):
+            for name in ("state_item_lens", "state_dim_per_tensor"):
+                nested = getattr(self.kv_args, name)
+                setattr(self.kv_args, name, list(itertools.chain(*nested)))
 
 
 def _describe_states(args, states):
@@ -154,7 +166,7 @@ class Rank:
         self.context = sglshim.make_context(**context)
         mode = DisaggregationMode(mode)
         flags = sglshim.make_server_args(self.context, args.kv_cache_dtype_str)
-        self.manager = self.call(MoriKVManager, args, mode, flags, is_mla)
+        self.manager = self.call(Manager, args, mode, flags, is_mla)
 
     @property
     def address(self):

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use actix::Addr;
 use common::ids::Endpoint;
-use common::wire::{Frame, decode_message, guess_kind};
+use common::wire::{Frame, decode_message, guess_kind, unreadable_sender};
 use futures::future::BoxFuture;
 use zmtp::{PullSocket, PushOptions, PushPeer, SendError};
 
@@ -34,6 +34,7 @@ pub(crate) async fn receive(mut socket: PullSocket, rank: Addr<RankActor>) {
                     kind,
                     error,
                     peer: received.peer,
+                    sender_opt: unreadable_sender(&received.frames),
                 })
                 .await
             }

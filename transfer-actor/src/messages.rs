@@ -27,6 +27,8 @@ pub struct Malformed {
     pub error: WireError,
     /// Who sent it.
     pub peer: std::net::SocketAddr,
+    /// Who is to be told that it cannot be served.
+    pub sender_opt: Option<common::wire::UnreadableSender>,
 }
 
 /// A peer's frames were decoded.

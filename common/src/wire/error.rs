@@ -1,5 +1,8 @@
 //! What the decoders say about bad bytes.
 
+/// What errors call the state frame of a REGISTER.
+pub(crate) const STATE_DESCRIPTORS: &str = "state descriptors";
+
 /// Why frames or bytes could not be decoded (or a message could not be encoded). `offset`, `need`
 /// and `have` count bytes within the named frame.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -94,6 +97,16 @@ pub enum WireError {
 }
 
 impl WireError {
+    /// Whether a REGISTER has a shape that no release which can be served sends: too few frames,
+    /// or state frames of another form. Who sends such a message will send no other.
+    pub fn is_unknown_shape(&self) -> bool {
+        match self {
+            Self::TooFewFrames { .. } | Self::FlatState { .. } => true,
+            Self::Msgpack { what, .. } => *what == STATE_DESCRIPTORS,
+            _ => false,
+        }
+    }
+
     /// A short fixed word for logs and metrics.
     pub const fn kind(&self) -> &'static str {
         match self {

@@ -158,6 +158,31 @@ pub fn guess_kind<T: AsRef<[u8]>>(frames: &[T]) -> &'static str {
     Kind::of(&frames).map_or("unknown", Kind::name)
 }
 
+/// Who sent a REGISTER or TRANSFER_INFO that could not be decoded, as far as its first frames tell.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnreadableSender {
+    /// The decode rank's control socket.
+    pub endpoint: Endpoint,
+    /// The room of a TRANSFER_INFO; a REGISTER has none.
+    pub room_opt: Option<Room>,
+}
+
+/// Reads who is to be told that a message cannot be understood. Nothing else of it is to be used.
+pub fn unreadable_sender<T: AsRef<[u8]>>(frames: &[T]) -> Option<UnreadableSender> {
+    let frames: Vec<&[u8]> = frames.iter().map(AsRef::as_ref).collect();
+    let kind = Kind::of(&frames)?;
+    let [_guard, room, host, port, ..] = frames.as_slice() else {
+        return None;
+    };
+    let room_opt = match kind {
+        Kind::Register => None,
+        Kind::TransferInfo => Some(frame::parse_room(room).ok()?),
+        _ => return None,
+    };
+    let endpoint = frame::parse_endpoint(host, port).ok()?;
+    Some(UnreadableSender { endpoint, room_opt })
+}
+
 /// Decodes one multipart message.
 ///
 /// # Errors

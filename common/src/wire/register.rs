@@ -3,7 +3,7 @@
 use crate::ids::Endpoint;
 use crate::wire::Release;
 use crate::wire::descriptor::{self, EngineDesc, MemoryDesc};
-use crate::wire::error::WireError;
+use crate::wire::error::{STATE_DESCRIPTORS, WireError};
 use crate::wire::frame::{self, Frame};
 use crate::wire::int_lists;
 
@@ -75,7 +75,7 @@ impl Register {
             });
         };
         // States first: a flat list decides that nothing else of the message can be trusted.
-        let states = descriptor::unpack_nested(states, "state descriptors")?;
+        let states = descriptor::unpack_nested(states, STATE_DESCRIPTORS)?;
         let optional = |position: usize| rest.get(position).copied().unwrap_or_default();
         let number_or = |position: usize, what: &'static str, absent: u32| match optional(position)
         {
@@ -114,7 +114,7 @@ impl Register {
             descriptor::pack_list(&self.aux, "aux descriptors")?,
         ];
         let lengths_and_dims = if form.nested_state {
-            frames.push(descriptor::pack_nested(&self.states, "state descriptors")?);
+            frames.push(descriptor::pack_nested(&self.states, STATE_DESCRIPTORS)?);
             [
                 int_lists::pack_lists(&self.state_item_lens, "state item lengths")?,
                 int_lists::pack_lists(&self.state_dims, "state dims")?,
@@ -166,7 +166,7 @@ impl Register {
             [only] => Ok(int_lists::pack_array(only)),
             _ => Err(several()),
         };
-        frames.push(descriptor::pack_list(&descs, "state descriptors")?);
+        frames.push(descriptor::pack_list(&descs, STATE_DESCRIPTORS)?);
         Ok([flat(&self.state_item_lens)?, flat(&self.state_dims)?])
     }
 }

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use actix::prelude::*;
+use common::wire::UnreadableSender;
 use futures::FutureExt;
 
 use crate::api::RoomView;
@@ -48,13 +49,25 @@ impl Handler<Inbound> for RankActor {
 impl Handler<Malformed> for RankActor {
     type Result = ();
 
-    fn handle(&mut self, malformed: Malformed, _: &mut Context<Self>) {
-        let Malformed { kind, error, peer } = malformed;
+    fn handle(&mut self, malformed: Malformed, context: &mut Context<Self>) {
+        let Malformed {
+            kind,
+            error,
+            peer,
+            sender_opt,
+        } = malformed;
         self.metrics
             .malformed
             .with_label_values(&[self.role(), kind])
             .inc();
         tracing::warn!(%peer, kind, reason = error.kind(), %error, "a control message was dropped");
+        // A REGISTER with one bad field is a fault; one of another shape is another protocol.
+        let is_answered =
+            |sender: &UnreadableSender| sender.room_opt.is_some() || error.is_unknown_shape();
+        if let Some(sender) = sender_opt.filter(is_answered) {
+            let reason = error.to_string();
+            self.apply_quietly(Event::Unreadable { sender, reason }, context);
+        }
     }
 }
 

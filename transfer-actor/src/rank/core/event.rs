@@ -6,13 +6,20 @@ use std::time::Duration;
 use common::ids::{ComponentId, Endpoint, Generation, Room};
 use common::plan::PeerPlanner;
 use common::topology::RankMapping;
-use common::wire::{ControlMessage, EngineDesc, KvPoll, MemoryDesc};
+use common::wire::{ControlMessage, EngineDesc, KvPoll, MemoryDesc, UnreadableSender};
 
 /// Everything that can happen to a rank, in one queue.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A peer's message, decoded.
     Message(ControlMessage),
+    /// A decode rank's REGISTER or TRANSFER_INFO could not be decoded.
+    Unreadable {
+        /// Who sent it.
+        sender: UnreadableSender,
+        /// What was seen.
+        reason: String,
+    },
     /// The engine opens a room.
     Open(OpenCommand),
     /// The engine says where a room's state must land (decode).

@@ -105,11 +105,9 @@ fn malformed(decode: &RawDecode) -> Vec<(&'static str, Vec<Frame>)> {
         ("status", frames(&[guard])),
         ("status", frames(&[guard, "7", "9", "0"])),
         ("status", frames(&[guard, "7", "4", "zero"])),
-        ("register", register[..11].to_vec()),
         ("register", with(register.clone(), 3, b"70000")),
         ("register", with(register.clone(), 4, &not_msgpack)),
         ("register", with(register.clone(), 5, &not_msgpack)),
-        ("register", with(register.clone(), 7, &not_msgpack)),
         ("register", with(register.clone(), 9, b"-1")),
         ("register", with(register.clone(), 11, b"1_000")),
         ("register", with(register, 12, b"abc")),
@@ -190,4 +188,42 @@ async fn a_malformed_message_changes_nothing_and_a_valid_one_behind_it_is_served
     assert_eq!(state[2 * row..3 * row], source_state[row..2 * row]);
     let row = AUX_ROW as usize;
     assert_eq!(aux[3 * row..], source_aux[row..2 * row]);
+}
+
+/// A decode rank of a release that is not known waits for no timeout: each of its rooms fails at
+/// once, with what was seen, until it comes back with a shape that is known.
+#[actix_rt::test]
+async fn a_decode_rank_of_an_unknown_shape_is_told_at_once_and_may_come_back() {
+    let bootstrap = bootstrap_server();
+    let prefill = start(Role::Prefill, (1, 0), &bootstrap, None).await;
+    let mut decode = RawDecode::new();
+    let peer = PushPeer::new(prefill.rank.control(), PushOptions::default());
+    let shapes = [
+        (decode.register()[..11].to_vec(), "11 frames"),
+        (
+            with(decode.register(), 7, &[0xC1, 0xFF]),
+            "state descriptors",
+        ),
+    ];
+    for (room, (register, seen)) in (7..).zip(shapes) {
+        prefill.open(room, &bootstrap).await;
+        let begun = Instant::now();
+        for frames in [register, decode.info(room)] {
+            peer.send(&frames).await.expect("it leaves");
+        }
+        let ControlMessage::Status(status) = decode.receive().await else {
+            panic!("a status");
+        };
+        assert!(begun.elapsed() < Duration::from_secs(1));
+        assert_eq!((status.room.get(), status.poll), (room, KvPoll::Failed));
+        let reason = status.reason.expect("a reason");
+        assert!(reason.contains(seen), "{reason}");
+        let view = prefill.wait(room, RoomStatus::Success).await;
+        assert_eq!(view.reason.as_deref(), Some(reason.as_str()));
+    }
+    prefill.open(9, &bootstrap).await;
+    for frames in [decode.register(), decode.info(9)] {
+        peer.send(&frames).await.expect("it leaves");
+    }
+    prefill.reach(9, RoomStatus::WaitingForInput).await;
 }

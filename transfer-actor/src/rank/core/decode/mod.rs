@@ -115,7 +115,7 @@ impl DecodeCore {
             Event::PrefillComplete { .. } => {
                 Reaction::refused(wrong_role("prefill-complete", "prefill"))
             }
-            Event::Component(_) => Reaction::default(),
+            Event::Component(_) | Event::Unreadable { .. } => Reaction::default(),
         }
     }
 

@@ -4,14 +4,16 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::ids::Room;
+use common::ids::{Endpoint, Room};
 use common::plan::PeerPlanner;
 use common::schema::PeerLayout;
-use common::wire::{Bootstrap, ControlMessage, KvPoll, Register, Status, TransferInfo};
+use common::wire::{
+    Bootstrap, ControlMessage, KvPoll, Register, Status, TransferInfo, UnreadableSender,
+};
 
 use crate::rank::core::event::{Effect, PeerLink};
 use crate::rank::core::prefill::{Early, Peer, PrefillCore, deferred_status, late};
-use crate::rank::core::prefill_room::Target;
+use crate::rank::core::prefill_room::{PrefillRoom, Target};
 
 impl PrefillCore {
     /// A REGISTER has no answer: what cannot work is kept and told to each of the peer's rooms.
@@ -50,6 +52,7 @@ impl PrefillCore {
             }
         };
         let release = register.release.name();
+        self.refused.remove(&register.endpoint);
         self.peers.insert(
             key,
             Peer {
@@ -61,8 +64,60 @@ impl PrefillCore {
         Vec::new()
     }
 
+    /// A decode rank of a shape that no known release has is told so for each of its rooms, at
+    /// once; without an answer it would wait until its timeout. A message that cannot be read from
+    /// a rank whose REGISTER could be changes nothing.
+    pub(super) fn unreadable(
+        &mut self,
+        sender: UnreadableSender,
+        reason: &str,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let endpoint = sender.endpoint;
+        if let Some(room) = sender.room_opt {
+            return match self.refused.get(&endpoint).cloned() {
+                Some(reason) => self.refuse_room(room, endpoint, &reason, now),
+                None => Vec::new(),
+            };
+        }
+        if self.refused.len() < self.limits.peers || self.refused.contains_key(&endpoint) {
+            let reason = format!("decode rank {endpoint} cannot be served: {reason}");
+            self.refused.insert(endpoint, reason);
+        }
+        Vec::new()
+    }
+
+    fn refuse_room(
+        &mut self,
+        room: Room,
+        endpoint: Endpoint,
+        reason: &str,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let mut effects = vec![Effect::Send {
+            to: endpoint,
+            message: ControlMessage::Status(Status {
+                room,
+                poll: KvPoll::Failed,
+                prefill_rank: self.identity.unique_rank,
+                reason: Some(reason.to_owned()),
+            }),
+            about_opt: None,
+        }];
+        let is_open = |state: &PrefillRoom| !state.is_cleared && !state.poll.is_terminal();
+        if self.rooms.get(&room).is_some_and(is_open) {
+            self.fail(room, reason, None, now, &mut effects);
+        } else {
+            self.early_entry(room, now).refused_opt = Some(reason.to_owned());
+        }
+        effects
+    }
+
     pub(super) fn transfer_info(&mut self, info: TransferInfo, now: Instant) -> Vec<Effect> {
         let room = info.room;
+        if let Some(reason) = self.refused.get(&info.endpoint).cloned() {
+            return self.refuse_room(room, info.endpoint, &reason, now);
+        }
         match self.rooms.get(&room) {
             Some(state) if state.poll == KvPoll::Failed && !state.is_announced() => {
                 // This decode rank does not know yet that the room has failed.
@@ -117,6 +172,7 @@ impl PrefillCore {
             infos: Vec::new(),
             bootstrap_opt: None,
             given_up: Vec::new(),
+            refused_opt: None,
         })
     }
 

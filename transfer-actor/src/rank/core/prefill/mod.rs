@@ -71,6 +71,8 @@ struct Early {
     /// Decode ranks that gave the room up and did not announce it again since; `None` is one that
     /// did not say who it is. They may have been promised that nothing is written.
     given_up: Vec<Option<Endpoint>>,
+    /// Why the room cannot be served, when one of its decode ranks cannot be understood.
+    refused_opt: Option<String>,
 }
 
 /// All rooms and peers of one prefill rank.
@@ -80,6 +82,8 @@ pub struct PrefillCore {
     timeouts: Timeouts,
     limits: Limits,
     peers: HashMap<String, Peer>,
+    /// Decode ranks whose REGISTER could not be understood, and why.
+    refused: HashMap<Endpoint, String>,
     rooms: HashMap<Room, PrefillRoom>,
     early: BTreeMap<Room, Early>,
     tombstones: Tombstones,
@@ -94,6 +98,7 @@ impl PrefillCore {
             timeouts,
             limits,
             peers: HashMap::new(),
+            refused: HashMap::new(),
             rooms: HashMap::new(),
             early: BTreeMap::new(),
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
@@ -104,6 +109,9 @@ impl PrefillCore {
     pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
         match event {
             Event::Message(message) => Reaction::done(self.message(message, now)),
+            Event::Unreadable { sender, reason } => {
+                Reaction::done(self.unreadable(sender, &reason, now))
+            }
             Event::Open(command) => Reaction::of(self.open(&command, now)),
             Event::Chunk { room, chunk } => self.chunk(room, &chunk, now),
             Event::PrefillComplete { room } => Reaction::of(self.prefill_complete(room)),
@@ -231,8 +239,10 @@ impl PrefillCore {
             }
             return Ok(effects);
         };
-        if !early.given_up.is_empty() {
-            // Failed first, so that no actor starts for it.
+        // Failed first, so that no actor starts for it.
+        if let Some(reason) = &early.refused_opt {
+            self.fail(room, reason, None, now, &mut effects);
+        } else if !early.given_up.is_empty() {
             self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
         }
         let has_given_up = |who: &Endpoint| early.given_up.iter().flatten().any(|one| one == who);

@@ -19,7 +19,7 @@ use common::topology::{
 };
 use common::wire::{
     Abort, AbortAck, Bootstrap, ControlMessage, EngineDesc, KvPoll, MemoryDesc, Register, Release,
-    Status, TransferInfo,
+    Status, TransferInfo, UnreadableSender,
 };
 
 use rank::{Done, Rank, components};

@@ -456,3 +456,45 @@ fn shutdown_fails_every_open_room_and_acknowledges_after_the_last_write() {
     assert_eq!(rank.report(&works[0], failed(true)).acks().len(), 1);
     assert_eq!(rank.core.pending_work(), 0);
 }
+
+fn unreadable(rank: &mut Rank, room_opt: Option<u64>) -> Done {
+    rank.event(Event::Unreadable {
+        sender: UnreadableSender {
+            endpoint: decode_endpoint(0),
+            room_opt: room_opt.map(room),
+        },
+        reason: "a flat list was seen".to_owned(),
+    })
+}
+
+#[test]
+fn a_decode_rank_that_cannot_be_understood_is_told_so_for_each_of_its_rooms() {
+    let failed = [(decode_endpoint(0), KvPoll::Failed)];
+    let mut rank = Engines::one_to_one().prefill(0);
+    rank.event(open(7));
+    assert_eq!(unreadable(&mut rank, None).statuses(), []);
+    // Whether or not the announcement itself can be read.
+    assert_eq!(unreadable(&mut rank, Some(7)).statuses(), failed);
+    assert_eq!(rank.message(info(8)).statuses(), failed);
+    assert_eq!(rank.status(7), RoomStatus::Failed);
+    rank.event(open(8));
+    assert_eq!(rank.status(8), RoomStatus::Failed);
+    for number in [7, 8] {
+        let reason = rank.reason(number);
+        assert!(reason.contains("a flat list was seen"), "{reason}");
+    }
+    // It comes back with a release that is known.
+    rank.message(ControlMessage::Register(Box::new(
+        Engines::one_to_one().register(0),
+    )));
+    rank.event(open(9));
+    rank.message(info(9));
+    assert_eq!(rank.status(9), RoomStatus::WaitingForInput);
+}
+
+#[test]
+fn a_message_that_cannot_be_read_from_a_known_rank_changes_nothing() {
+    let mut rank = announced();
+    assert_eq!(unreadable(&mut rank, Some(7)).statuses(), []);
+    assert_eq!(rank.status(7), RoomStatus::WaitingForInput);
+}
