@@ -16,11 +16,6 @@ export function keepToken(token) {
   sessionStorage.setItem(TOKEN_KEY, token);
 }
 
-/** Whether a token was given before. */
-export function hasToken() {
-  return sessionStorage.getItem(TOKEN_KEY) !== null;
-}
-
 /** Seconds by which the server's clock is ahead of the browser's: durations are told by the server's. */
 let clockAhead = 0;
 
@@ -49,7 +44,7 @@ export async function send(path, options = {}) {
     throw new ApiError("unreachable", "The server does not answer");
   }
   noteClock(response);
-  if (response.ok) return response;
+  if (response.ok || response.status === options.expected) return response;
   if (response.status === 401 || response.status === 403) {
     throw new ApiError("token", token === null ? "The server asks for its admin token" : "The server refused this token");
   }
@@ -65,15 +60,20 @@ async function reason(response) {
   }
 }
 
-/** A JSON document. */
-export async function getJson(path) {
-  const response = await send(path, { signal: AbortSignal.timeout(TIMEOUT_MS) });
+/** A JSON document. One status beside 200 may be `expected`. */
+export async function getJson(path, expected) {
+  const response = await send(path, { signal: AbortSignal.timeout(TIMEOUT_MS), expected });
   let text;
   try {
     text = await response.text();
   } catch {
     throw new ApiError("unreachable", "The server's answer broke off");
   }
+  return parsed(text, path);
+}
+
+/** What a text of JSON says. */
+export function parsed(text, path) {
   try {
     return JSON.parse(text);
   } catch {

@@ -1,27 +1,28 @@
-// What an opened engine shows: its grid of ranks, its peers, its components, its facts.
+// What an opened engine shows: its grid of ranks, its facts, its components, its io engines.
 
 import { bytes, grouped } from "./words.js";
 import { element, moment, table } from "./elements.js";
-import { RANK_STATES, components } from "./model.js";
+import { RANK_STATES, UNWELL, components } from "./model.js";
 import { rankGrid } from "./ranks.js";
 
 /** Ranks in need of a look that are listed; the grid shows all of them. */
 const LISTED_RANKS = 24;
+/** Io engines that are listed without being asked for. */
+const LISTED_IO_ENGINES = 8;
+
+/** Folded lists that the reader has opened; they stay open when the engine is drawn anew. */
+const unfolded = new Set();
 
 /** The parts of an opened engine. */
 export function engineDetail(detail) {
-  const shown = [facts(detail)];
-  if (detail.generation === null) {
-    shown.unshift(element("p", { class: "quiet" }, "No rank has registered yet. Ranks register with PUT /route at this engine's port."));
-  } else {
-    shown.unshift(rankGrid(detail), troubled(detail));
-  }
-  shown.push(peers(detail), componentTable(detail), allRanks(detail));
-  return shown;
+  const ranks = detail.generation === null
+    ? [element("p", { class: "quiet" }, "No rank has registered. Ranks register with PUT /route at this engine's port.")]
+    : [rankGrid(detail), unwellRanks(detail), facts(detail)];
+  return [ranks, componentTable(detail), ioEngines(detail), allRanks(detail)];
 }
 
-function troubled(detail) {
-  const unwell = [...detail.missing, ...detail.ranks.filter((rank) => !["present", "unprobed"].includes(rank.state))];
+function unwellRanks(detail) {
+  const unwell = [...detail.missing, ...detail.ranks.filter((rank) => UNWELL.includes(rank.state))];
   if (unwell.length === 0) return null;
   const rows = unwell.slice(0, LISTED_RANKS).map((rank) => [
     rank.name,
@@ -29,44 +30,30 @@ function troubled(detail) {
     rank.instance ?? "—",
     rank.since ? moment(rank.since) : "—",
   ]);
-  const rest = Math.max(detail.missingCount - detail.missing.length, 0) + unwell.length - rows.length;
+  const rest = detail.missingCount - detail.missing.length + unwell.length - rows.length;
   return part("Ranks that need a look",
     table(`Ranks of ${detail.name} that need a look`, ["Rank", "State", "Address", "Since"], rows),
-    rest > 0 ? element("p", { class: "quiet" }, `And ${grouped(rest)} more.`) : null);
+    rest > 0 && element("p", { class: "quiet" }, `And ${grouped(rest)} more.`));
 }
 
 function stateOf(state) {
   const { word, mark } = RANK_STATES[state];
-  return element("span", { class: `rank-state ${state}` }, element("span", { class: `cell ${state}`, "aria-hidden": "true" }, mark), word);
+  return element("span", { class: "rank-state" }, element("span", { class: `cell ${state}`, "aria-hidden": "true" }, mark), word);
 }
 
 function facts(detail) {
-  const { topology } = detail;
-  const pairs = [];
-  if (detail.generation !== null) {
-    pairs.push(["Generation", [`${detail.generation}, began `, ...moment(detail.beganAt)]]);
-    pairs.push(["Sizes", ["dp", "cp", "tp", "pp"].map((name) => `${name} ${detail.sizes[name]}`).join(" × ")]);
-    pairs.push(["SGLang", detail.release]);
-    pairs.push(["Pages", `${topology.page_size} tokens, ${topology.kv_cache_dtype}${topology.kv_layout ? `, ${topology.kv_layout}` : ""}`]);
-    pairs.push(["Decode allocates", topology.decode_allocation_policy.replaceAll("_", " ")]);
-  }
+  const { topology, sizes } = detail;
+  const pages = [`${topology.page_size} tokens`, topology.kv_cache_dtype, topology.kv_layout].filter(Boolean).join(", ");
+  const pairs = [
+    ["Generation", [`${detail.generation}, began `, moment(detail.beganAt)]],
+    ["Sizes", ["dp", "cp", "tp", "pp"].map((name) => `${name} ${sizes[name]}`).join(" × ")],
+    ["SGLang", detail.release],
+    ["Pages", pages],
+    ["Decode allocates", topology.decode_allocation_policy.replaceAll("_", " ")],
+  ];
+  if (detail.drainingSince !== null) pairs.unshift(["Draining", ["since ", moment(detail.drainingSince)]]);
   return element("dl", { class: "facts" }, pairs.map(([term, text]) =>
     element("div", {}, element("dt", {}, term), element("dd", {}, text))));
-}
-
-function peers(detail) {
-  if (detail.registrations.length === 0) return null;
-  const rows = detail.registrations.map((registration) => [
-    element("span", { class: "key" }, registration.key),
-    registration.role,
-    String(registration.rank),
-    registration.instance,
-    registration.reachable === false ? stateOf("unreachable") : registration.reachable ? stateOf("present") : stateOf("unprobed"),
-    registration.release ?? "—",
-    moment(registration.registeredAt),
-  ]);
-  return part("Registered io engines",
-    table(`Io engines registered with ${detail.name}`, ["Engine key", "Role", "Rank", "Address", "State", "SGLang", "Since"], rows));
 }
 
 function componentTable(detail) {
@@ -82,7 +69,7 @@ function componentTable(detail) {
     bytes(component.bytes),
   ]);
   return part("Components",
-    table(`Components of ${detail.name}`, ["Component", "Role", "Ranks", "Tensors each", "Item", "Layers", "Size in all"], rows));
+    table(`Components of ${detail.name}`, ["Component", "Role", "Ranks", "Tensors", "Item", "Layers", "Size in all"], rows));
 }
 
 /** One value, or the smallest and the largest. */
@@ -91,12 +78,40 @@ function span(numbers, shown = grouped) {
   return least === most ? shown(least) : `${shown(least)} to ${shown(most)}`;
 }
 
+function ioEngines(detail) {
+  const reported = new Map(detail.reports.map((report) => [report.key, report]));
+  const registered = new Set(detail.registrations.map(({ key }) => key));
+  const unregistered = detail.reports.filter(({ key }) => !registered.has(key));
+  const rows = [...detail.registrations, ...unregistered].map(({ key, role, rank, instance, reachable = null, release }) => {
+    const report = reported.get(key);
+    return [
+      element("span", { class: "key" }, key),
+      role,
+      String(rank),
+      instance,
+      stateOf(reachable === false ? "unreachable" : report?.stale ? "stale" : reachable ? "present" : "unprobed"),
+      release ?? "—",
+      report?.version ?? "—",
+    ];
+  });
+  if (rows.length === 0) return null;
+  const heads = ["Key", "Role", "Rank", "Address", "State", "SGLang", "Ferry"];
+  const list = table(`IO engines of ${detail.name}`, heads, rows);
+  if (rows.length <= LISTED_IO_ENGINES) return part("IO engines", list);
+  return folded(`io:${detail.name}`, `IO engines (${grouped(rows.length)})`, list);
+}
+
 function allRanks(detail) {
   if (detail.ranks.length === 0) return null;
   const rows = detail.ranks.map((rank) => [rank.name, stateOf(rank.state), rank.instance, rank.release, moment(rank.registeredAt)]);
-  return element("details", {},
-    element("summary", { id: `ranks:${encodeURIComponent(detail.name)}` }, `Every registered rank (${grouped(rows.length)})`),
+  return folded(`ranks:${detail.name}`, `Registered ranks (${grouped(rows.length)})`,
     table(`Registered ranks of ${detail.name}`, ["Rank", "State", "Address", "SGLang", "Registered"], rows));
+}
+
+function folded(name, head, content) {
+  const ontoggle = ({ target }) => (target.open ? unfolded.add(name) : unfolded.delete(name));
+  return element("details", { open: unfolded.has(name), ontoggle },
+    element("summary", { id: `fold:${encodeURIComponent(name)}` }, head), content);
 }
 
 function part(head, ...children) {

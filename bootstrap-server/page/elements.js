@@ -8,19 +8,9 @@ import { absolute, clock, duration, iso } from "./words.js";
 /** An element with attributes and children. `null` and `false` leave an attribute or child out. */
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
-  return fill(made, attributes, children);
-}
-
-/** As `element`, for SVG. */
-export function drawn(tag, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  return fill(made, attributes, children);
-}
-
-function fill(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name === "onclick") made.addEventListener("click", value);
+    if (typeof value === "function") made.addEventListener(name.slice(2), value);
     else made.setAttribute(name, value === true ? "" : String(value));
   }
   made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
@@ -53,10 +43,16 @@ export function setText(shown, text) {
   if (shown.textContent !== text) shown.textContent = text;
 }
 
-/** Changes the document, and then puts the keyboard's focus back on the element of the same id. */
-export function keepingFocus(change) {
+/** Changes the document, and leaves the keyboard's focus and the scrolled boxes where they were. */
+export function keepingPlace(change) {
   const focused = document.activeElement?.id ?? "";
+  const scrolled = [...document.querySelectorAll(".scroll[id]")].filter((box) => box.scrollLeft > 0);
+  const positions = scrolled.map((box) => [box.id, box.scrollLeft]);
   const result = change();
+  for (const [id, left] of positions) {
+    const box = document.getElementById(id);
+    if (box !== null) box.scrollLeft = left;
+  }
   if (focused !== "" && document.activeElement?.id !== focused) {
     document.getElementById(focused)?.focus({ preventScroll: true });
   }
@@ -73,15 +69,18 @@ export function spoken(text) {
   return element("span", { class: "spoken" }, text);
 }
 
-/** A table in a box that scrolls by itself when the window is narrow. */
-export function table(caption, heads, rows, attributes = {}) {
+/** A box that scrolls by itself when the window is narrow, by keyboard too. `name` is unique. */
+export function scrolling(name, ...children) {
+  return element("div", { class: "scroll", id: `box:${encodeURIComponent(name)}`, tabindex: "0", role: "region", "aria-label": name }, children);
+}
+
+/** A table in such a box; the first cell of each row is its head. */
+export function table(caption, heads, rows) {
   const head = heads.map((text) => element("th", { scope: "col" }, text));
-  const body = rows.map((cells) =>
-    element("tr", {}, cells.map((cell, at) =>
-      at === 0 ? element("th", { scope: "row" }, cell) : element("td", {}, cell))));
-  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, ...attributes },
-    element("table", {},
-      element("caption", { class: "spoken" }, caption),
-      element("thead", {}, element("tr", {}, head)),
-      element("tbody", {}, body)));
+  const body = rows.map((cells) => element("tr", {}, cells.map((cell, at) =>
+    at === 0 ? element("th", { scope: "row" }, cell) : element("td", {}, cell))));
+  return scrolling(caption, element("table", {},
+    element("caption", { class: "spoken" }, caption),
+    element("thead", {}, element("tr", {}, head)),
+    element("tbody", {}, body)));
 }

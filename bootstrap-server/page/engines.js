@@ -4,7 +4,7 @@
 // little, focus stays where it is and nothing flickers.
 
 import { count, grouped } from "./words.js";
-import { element, keepingFocus, moment, replaceChildren, spoken } from "./elements.js";
+import { element, keepingPlace, moment, replaceChildren, spoken } from "./elements.js";
 import { ENGINE_STATES, matches } from "./model.js";
 import { engineDetail } from "./detail.js";
 
@@ -26,25 +26,28 @@ export function isOpen(name, engines) {
   return engines.find((engine) => engine.state === "failing")?.name === name;
 }
 
-/** Shows the engines that the filter means. `details` has what is known of opened ones. */
-export function showEngines(place, { engines, details, filter, changed }) {
+/**
+ * Shows the engines that the filter means. `details` has what is known of opened ones; `opened` is
+ * called when the reader opens or closes one, `changed` when more rows are wanted.
+ */
+export function showEngines(place, { engines, details, filter, opened, changed }) {
   const meant = filter === "" ? engines : engines.filter((engine) => matches(engine, filter));
   // A row that changes its state moves to another group, and the focus in it goes along.
-  keepingFocus(() => showGroups(place, meant, { engines, details, changed }));
+  keepingPlace(() => showGroups(place, meant, { engines, details, opened, changed }));
   forgetOthers(engines);
   return meant.length;
 }
 
-function showGroups(place, meant, { engines, details, changed }) {
+function showGroups(place, meant, { engines, details, opened, changed }) {
   const shown = [];
   for (const state of Object.keys(ENGINE_STATES)) {
     const members = meant.filter((engine) => engine.state === state);
-    if (members.length > 0) shown.push(group(state, members, { engines, details, changed }));
+    if (members.length > 0) shown.push(group(state, members, { engines, details, opened, changed }));
   }
   if (!sameNodes(place, shown)) replaceChildren(place, ...shown);
 }
 
-function group(state, members, { engines, details, changed }) {
+function group(state, members, { engines, details, opened, changed }) {
   const known = groups.get(state) ?? newGroup(state);
   groups.set(state, known);
   const limit = shownRows.get(state) ?? FIRST_ROWS;
@@ -52,7 +55,7 @@ function group(state, members, { engines, details, changed }) {
   if (known.number.textContent !== number) known.number.textContent = number;
   const items = members.slice(0, limit).map((engine) => {
     const open = isOpen(engine.name, engines);
-    return row(engine, open, open ? details.get(engine.name) : undefined, changed);
+    return row(engine, open, open ? details.get(engine.name) : undefined, opened);
   });
   if (!sameNodes(known.list, items)) replaceChildren(known.list, ...items);
   const rest = members.length - items.length;
@@ -78,13 +81,13 @@ function newGroup(state) {
   return { section, number, list, more };
 }
 
-function row(engine, open, detail, changed) {
+function row(engine, open, detail, opened) {
   const known = rows.get(engine.name) ?? { item: element("li", { class: "engine" }), head: "", body: "" };
   rows.set(engine.name, known);
   const head = JSON.stringify([engine, open]);
   const body = open ? JSON.stringify(detail ?? null) : "";
   if (head !== known.head || body !== known.body) {
-    const parts = [rowHead(engine, open, changed)];
+    const parts = [rowHead(engine, open, opened)];
     if (open) parts.push(rowBody(engine, detail));
     replaceChildren(known.item, ...parts);
     known.item.className = `engine ${engine.state}`;
@@ -93,14 +96,14 @@ function row(engine, open, detail, changed) {
   return known.item;
 }
 
-function rowHead(engine, open, changed) {
+function rowHead(engine, open, opened) {
   const id = encodeURIComponent(engine.name);
   const { word, mark } = ENGINE_STATES[engine.state];
   const button = element("button", {
     type: "button", class: "engine-head", id: `engine:${id}`, "aria-expanded": String(open), "aria-controls": open ? `detail:${id}` : null,
     onclick: () => {
       chosen.set(engine.name, !open);
-      changed(engine.name);
+      opened();
     },
   },
   element("span", { class: `mark ${engine.state}`, "aria-hidden": "true" }, mark),
@@ -109,7 +112,7 @@ function rowHead(engine, open, changed) {
   element("span", { class: "ranks" }, ranksOf(engine)),
   element("span", { class: "fact generation" }, engine.generation === null ? "" : `generation ${engine.generation}`),
   element("span", { class: "fact release" }, engine.release ? `SGLang ${engine.release}` : ""),
-  element("span", { class: "fact peers" }, engine.peers ?? ""));
+  element("span", { class: "fact rooms" }, engine.rooms > 0 ? count(engine.rooms, "room") : ""));
   const parts = [element("h4", {}, button)];
   if (engine.reason) {
     parts.push(element("p", { class: "reason" }, `${engine.reason[0].toUpperCase()}${engine.reason.slice(1)}`,
@@ -120,8 +123,9 @@ function rowHead(engine, open, changed) {
 
 function ranksOf(engine) {
   if (engine.expected === 0) return "no ranks yet";
-  if (engine.present === engine.expected) return count(engine.expected, "rank");
-  return `${grouped(engine.present)} of ${count(engine.expected, "rank")}`;
+  const well = engine.present - engine.unreachable;
+  if (well === engine.expected) return count(engine.expected, "rank");
+  return `${grouped(well)} of ${count(engine.expected, "rank")}`;
 }
 
 function rowBody(engine, detail) {

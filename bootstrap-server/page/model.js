@@ -9,49 +9,65 @@ export const ENGINE_STATES = {
   draining: { word: "draining", mark: "↓" },
   waiting: { word: "waiting for ranks", mark: "…" },
   serving: { word: "serving", mark: "✓" },
+  stored: { word: "not listened for", mark: "○" },
 };
 
 /** The states of a rank. Each has a mark of its own, because colour alone does not reach everyone. */
 export const RANK_STATES = {
   missing: { word: "missing", mark: "?", means: "has not registered" },
   unreachable: { word: "unreachable", mark: "✕", means: "registered, but its address does not answer" },
-  stale: { word: "stale", mark: "~", means: "reported before and has fallen silent" },
+  stale: { word: "stale", mark: "~", means: "its rank actor has stopped reporting" },
   draining: { word: "draining", mark: "↓", means: "takes no new rooms" },
   unprobed: { word: "not probed", mark: "·", means: "registered; its address has not been probed" },
   present: { word: "present", mark: "", means: "registered, and its address answers" },
 };
 
+/** States of a rank that somebody should look at. */
+export const UNWELL = ["missing", "unreachable", "stale"];
+
 /** Ranks that stand beside each other before a row of the grid is folded. */
 const FOLD = 16;
+/** A failure of a room is told in the summary for so many seconds. */
+const RECENT_SECONDS = 600;
 
-/** What is wrong with an engine, in words; `null` when nothing is. */
-export function reasonOf(detail) {
-  const unreachable = detail.ranks.filter((rank) => rank.state === "unreachable");
+/** An engine of the list with its state, since when, and why; `detail` adds names when it is known. */
+export function judged(engine, detail) {
+  const state = stateOf(engine);
+  const reason = state === "settling" ? engine.problem : ["waiting", "stored"].includes(state) ? null : reasonOf(engine, detail);
+  const since = state === "draining" ? engine.drainingSince : state === "settling" ? engine.beganAt : engine.failingSince;
+  return { ...engine, state, since, reason, release: detail?.release, addresses: detail?.ranks.map((rank) => rank.instance) };
+}
+
+function stateOf(engine) {
+  if (!engine.listening) return "stored";
+  if (engine.generation === null) return "waiting";
+  if (engine.present < engine.expected) return "failing";
+  // Where operators have said that probes do not count, an unreachable rank is no problem.
+  if (engine.problem !== null) return engine.unreachable > 0 ? "failing" : "settling";
+  return engine.drainingSince === null ? "serving" : "draining";
+}
+
+function reasonOf(engine, detail) {
+  const missing = engine.expected - engine.present;
+  const unreachable = detail?.ranks.filter((rank) => rank.state === "unreachable") ?? [];
   const parts = [];
-  if (detail.missingCount > 0) parts.push(ranksAre(detail.missing, detail.missingCount, detail.sizes, "missing"));
-  if (unreachable.length > 0) parts.push(ranksDo(unreachable, detail.sizes));
+  if (missing > 0) parts.push(whichAre(detail?.missing ?? [], missing, engine.expected, detail?.sizes, ["is missing", "are missing"]));
+  if (engine.unreachable > 0) {
+    const verbs = unreachable.length === 1 ? [`does not answer at ${unreachable[0].instance}`] : ["does not answer", "do not answer"];
+    parts.push(whichAre(unreachable, engine.unreachable, engine.present, detail?.sizes, verbs));
+  }
   return parts.length === 0 ? null : parts.join("; ");
 }
 
-function ranksAre(ranks, number, sizes, what) {
-  const names = ranks.map((rank) => rankName(rank, sizes));
+/** `rank tp3 is missing`, `ranks tp1, tp2, tp3 and 5 more are missing`, `all 8 ranks are missing`. */
+function whichAre(ranks, number, all, sizes, [one, many]) {
+  if (number > 1 && number === all) return `all ${grouped(all)} ranks ${many}`;
+  if (ranks.length === 0) return `${count(number, "rank")} ${number === 1 ? one : many}`;
+  const names = ranks.slice(0, 4).map((rank) => rankName(rank, sizes));
   const rest = number - names.length;
-  const all = rest > 0 ? `${names.slice(0, 3).join(", ")} and ${grouped(number - 3)} more` : listed(names);
-  return number === 1 ? `rank ${all} is ${what}` : `ranks ${all} are ${what}`;
-}
-
-function ranksDo(ranks, sizes) {
-  const names = ranks.map((rank) => rankName(rank, sizes));
-  if (ranks.length === 1) return `rank ${names[0]} does not answer at ${ranks[0].instance}`;
-  return `ranks ${listed(names)} do not answer`;
-}
-
-/** An engine of the list with what its details add: its state, since when, and why. */
-export function judged(engine, detail) {
-  if (detail === undefined || detail.generation === null) return engine;
-  const reason = reasonOf(detail);
-  const since = detail.missingCount > 0 ? detail.beganAt : null;
-  return { ...engine, release: detail.release, reason, since, state: reason === null ? "serving" : "failing" };
+  if (rest > 0) names.splice(3, names.length, `${grouped(number - 3)} more`);
+  if (number === 1) return sizes && Object.values(sizes).every((size) => size === 1) ? `${names[0]} ${one}` : `rank ${names[0]} ${one}`;
+  return `ranks ${listed(names, names.length)} ${many}`;
 }
 
 /** How many engines are in each state. */
@@ -63,44 +79,72 @@ export function tally(engines) {
 
 /**
  * The one sentence: how many engines serve; what fails, since when and why. Parts are text or
- * `{ since }`, a moment; `calm` says that nobody has to act.
+ * `{ since }`, a moment. `calm` says that nobody has to act.
  */
 export function sentence(engines) {
-  const numbers = tally(engines);
-  if (engines.length === 0) return { calm: true, parts: ["No engine has registered yet."] };
+  const heard = engines.filter((engine) => engine.state !== "stored");
+  const numbers = tally(heard);
+  const total = heard.length;
   const serving = numbers.serving + numbers.draining;
-  const total = engines.length;
-  const parts = [];
-  if (serving === total) parts.push(total === 1 ? "The only engine serves." : `All ${grouped(total)} engines serve.`);
-  else if (total === 1) parts.push("No engine serves.");
-  else parts.push(`${serving === 0 ? "None" : grouped(serving)} of ${grouped(total)} engines ${serving === 1 ? "serves" : "serve"}.`);
-  const failing = engines.filter((engine) => engine.state === "failing").sort(byAge);
+  if (total === 0) return { calm: true, parts: ["This server listens for no engine."] };
+  if (numbers.waiting === total) {
+    return { calm: true, parts: [total === 1 ? `${heard[0].name} waits for its first rank.` : `All ${grouped(total)} engines wait for their first rank.`] };
+  }
+  const parts = [howMany(serving, total)];
+  const failing = inOrder(heard.filter((engine) => engine.state === "failing"));
   if (failing.length > 0) parts.push(...failure(failing));
-  for (const [state, verb] of [["settling", "settle"], ["draining", "drain"], ["waiting", "wait"]]) {
-    const names = engines.filter((engine) => engine.state === state).map((engine) => engine.name);
-    if (names.length > 0) parts.push(` ${listed(names)} ${names.length === 1 ? `${verb}s` : verb}${state === "waiting" ? " for ranks" : ""}.`);
+  for (const [state, one, many] of [["settling", "settles", "settle"], ["draining", "drains", "drain"], ["waiting", "waits for its first rank", "wait for their first rank"]]) {
+    const names = heard.filter((engine) => engine.state === state).map((engine) => engine.name);
+    if (names.length > 0) parts.push(` ${listed(names)} ${names.length === 1 ? one : many}.`);
   }
   return { calm: failing.length === 0, parts };
+}
+
+function howMany(serving, total) {
+  if (total === 1) return serving === 1 ? "The only engine serves." : "No engine serves.";
+  if (serving === total) return `All ${grouped(total)} engines serve.`;
+  return `${serving === 0 ? "None" : grouped(serving)} of ${grouped(total)} engines ${serving === 1 ? "serves" : "serve"}.`;
 }
 
 /** Of one engine: what, since when, why. Of several: the first, which may be the cause of the others. */
 function failure(failing) {
   const [first, ...others] = failing;
-  const reason = first.reason ?? "not all of its ranks are there";
-  const since = first.since === null ? [] : [" since ", { since: first.since }];
-  if (others.length === 0) return [` ${first.name} does not`, ...since, `: ${reason}.`];
-  return [` First to fail was ${first.name}, `, ...(first.since === null ? [] : ["at ", { since: first.since }, ", "]),
-    `because ${reason}. Then ${listed(others.map((engine) => engine.name))}.`];
+  const when = first.since === null ? [` ${first.name} does not serve`] : [` ${first.name} has not served since `, { since: first.since }];
+  if (others.length === 0) return [...when, `: ${first.reason}.`];
+  const names = listed(others.map((engine) => engine.name));
+  return [...when, `: ${first.reason}. Then ${names} failed too.`];
+}
+
+/** Engines as they are shown: those that failed first stand first, the others by name. */
+export function inOrder(engines) {
+  return [...engines].sort(byAge);
 }
 
 function byAge(one, other) {
-  return (one.since ?? Infinity) - (other.since ?? Infinity) || one.name.localeCompare(other.name);
+  const age = (engine) => (engine.state === "failing" ? engine.since ?? Number.MAX_SAFE_INTEGER : Number.MAX_SAFE_INTEGER);
+  return age(one) - age(other) || one.name.localeCompare(other.name);
 }
 
-/** Whether an engine is meant by the words of the filter: each stands in its name, state or facts. */
+/** The newest room that failed not long ago, of the engines whose details are known. */
+export function recentFailure(details, now) {
+  const rooms = new Set();
+  let newest = null;
+  for (const detail of details) {
+    for (const report of detail.reports) {
+      for (const cause of report.causes.filter(({ at }) => now - at < RECENT_SECONDS)) {
+        // Both sides tell of a room, and so do all ranks.
+        rooms.add(`${detail.name} ${cause.room}`);
+        if (newest === null || cause.at > newest.at) newest = { ...cause, engine: detail.name, role: report.role, rank: report.rank };
+      }
+    }
+  }
+  return newest === null ? null : { number: rooms.size, newest };
+}
+
+/** Whether an engine is meant by the filter: each of its words stands in its name, state or facts. */
 export function matches(engine, filter) {
-  const text = [engine.name, ENGINE_STATES[engine.state].word, engine.release, engine.reason, ...(engine.addresses ?? [])]
-    .filter(Boolean).join(" ").toLowerCase();
+  const facts = [engine.name, ENGINE_STATES[engine.state].word, engine.release, engine.reason, ...(engine.addresses ?? [])];
+  const text = facts.filter(Boolean).join(" ").toLowerCase();
   return filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
@@ -114,7 +158,7 @@ export function grid(detail) {
   const down = ["dp", "pp", "cp", "tp"].filter((name) => name !== across);
   const known = new Map([...detail.ranks, ...detail.missing].map((rank) => [placeOf(rank), rank]));
   const width = Math.min(sizes[across], FOLD);
-  const folded = sizes[across] > FOLD;
+  const isFolded = sizes[across] > FOLD;
   const rows = [];
   for (const fixed of combinations(down, sizes)) {
     for (let begin = 0; begin < sizes[across]; begin += width) {
@@ -122,12 +166,12 @@ export function grid(detail) {
       const cells = [];
       for (let at = begin; at < end; at += 1) cells.push(cellOf(known, { ...fixed, [across]: at }));
       const names = down.filter((name) => sizes[name] > 1).map((name) => `${name}${fixed[name]}`);
-      if (folded) names.push(`${across}${begin}–${end - 1}`);
+      if (isFolded) names.push(`${across}${begin}–${end - 1}`);
       rows.push({ name: names.join(" "), cells });
     }
   }
-  const heads = Array.from({ length: width }, (_, at) => (folded ? `+${at}` : `${across}${at}`));
-  return { across, heads, rows };
+  const heads = Array.from({ length: width }, (_, at) => (isFolded ? `+${at}` : `${across}${at}`));
+  return { heads, rows };
 }
 
 function cellOf(known, place) {

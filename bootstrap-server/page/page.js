@@ -1,24 +1,36 @@
-// The page: asks the server, keeps what it said, and shows it. Everything that is shown comes from
-// `state`; answers change `state`, and `show` draws it.
+// The page: asks the server, keeps what it said in `state`, and shows that. Data flows one way:
+// answers (api.js, live.js), facts (read.js), meaning (model.js), then what draws them.
 
-import { ApiError, getJson, keepToken, serverNow } from "./api.js";
-import { element, moment, replaceChildren, setText, tick } from "./elements.js";
+import { ApiError, getJson, keepToken, parsed, serverNow } from "./api.js";
 import { isOpen, showEngines } from "./engines.js";
-import { showEvents } from "./events.js";
-import { tryNow } from "./live.js";
-import { judged, sentence } from "./model.js";
-import { readEngine, readEngines } from "./read.js";
+import { MAX_EVENTS, showEvents } from "./events.js";
+import { setText, tick } from "./elements.js";
+import { follow, tryNow } from "./live.js";
+import { inOrder, judged } from "./model.js";
+import { showPairs } from "./pairs.js";
+import { readEngine, readEngines, readEvent, readReadiness } from "./read.js";
+import { showSummary, showTrouble } from "./summary.js";
 import { count, grouped } from "./words.js";
 
-/** Probes and reports change without an event, so the server is also asked now and then. */
-const REFRESH_MS = 3_000;
-/** Opened engines that are asked for in one round; more wait for the next. */
-const DETAILS_AT_ONCE = 16;
+/** Reports and probes change without an event, so the server is also asked now and then. */
+const REFRESH_MS = 4_000;
+/** While it does not answer it is asked more often. */
+const RETRY_MS = 1_500;
+/** Events come in crowds, for example when an engine starts; one round serves them all. */
+const CROWD_MS = 200;
+/** Of so many engines everything is asked for; of more, only what is opened or fails. */
+const SMALL_FLEET = 48;
+/** Engines of one page of the list. */
+const LIST_LIMIT = 1_000;
+const STREAM = "/v1/events/stream?since=0";
 
 const state = {
   engines: [],
   details: new Map(),
+  /** Newest first. */
   events: [],
+  /** Why the server cannot make changes, in its words. */
+  problems: [],
   filter: "",
   /** When the server last answered, by its clock; `null` before the first answer. */
   answeredAt: null,
@@ -26,124 +38,120 @@ const state = {
   trouble: null,
   /** When that began. */
   troubleSince: null,
+  /** Whether changes are told as they happen; otherwise they are seen when the server is asked. */
+  isFollowing: false,
+  /** An event that could not be read, an `ApiError`. */
+  unreadEvent: null,
 };
 
 const at = (id) => document.getElementById(id);
-
 let asking = false;
-let askAgain = false;
 let timer;
 
-/** Asks for everything that is shown. One round at a time; what is asked meanwhile follows it. */
+/** Asks for everything that is shown, and then again after a while. */
 async function refresh() {
-  if (asking) {
-    askAgain = true;
-    return;
-  }
+  if (asking) return;
   asking = true;
   clearTimeout(timer);
   try {
-    const path = "/v1/engines";
-    state.engines = readEngines(await getJson(path), path).sort((one, other) => one.name.localeCompare(other.name));
-    await refreshDetails();
-    state.engines = state.engines.map((engine) => judged(engine, state.details.get(engine.name)));
-    answered();
+    await askAll();
+    state.answeredAt = serverNow();
+    state.trouble = null;
   } catch (error) {
-    failed(error);
+    if (!(error instanceof ApiError)) throw error;
+    if (state.trouble === null) state.troubleSince = serverNow();
+    state.trouble = error;
+  } finally {
+    asking = false;
+    refreshIn(state.trouble === null ? REFRESH_MS : RETRY_MS);
   }
-  asking = false;
   show();
-  timer = setTimeout(refresh, askAgain ? 0 : REFRESH_MS);
-  askAgain = false;
 }
 
-async function refreshDetails() {
-  const open = state.engines.filter((engine) => state.engines.length <= 64 || engine.state === "failing" || isOpen(engine.name, state.engines)).slice(0, 64);
-  const names = new Set(open.map((engine) => engine.name));
-  for (const name of state.details.keys()) if (!names.has(name)) state.details.delete(name);
-  await Promise.all(open.map(async (engine) => {
-    const path = `/v1/engines/${encodeURIComponent(engine.name)}`;
-    state.details.set(engine.name, readEngine(await getJson(path), path));
+function refreshIn(milliseconds) {
+  clearTimeout(timer);
+  timer = setTimeout(refresh, milliseconds);
+}
+
+async function askAll() {
+  const ready = "/v1/health/ready";
+  const problems = readReadiness(await getJson(ready, 503), ready);
+  const engines = await askEngines();
+  const details = await askDetails(engines);
+  Object.assign(state, { problems, details, engines: inOrder(engines.map((engine) => judged(engine, details.get(engine.name)))) });
+}
+
+async function askEngines() {
+  const engines = [];
+  let after = "";
+  do {
+    const path = `/v1/engines?limit=${LIST_LIMIT}${after}`;
+    const page = readEngines(await getJson(path), path);
+    engines.push(...page.engines);
+    after = page.next === null ? "" : `&after=${encodeURIComponent(page.next)}`;
+  } while (after !== "");
+  return engines;
+}
+
+async function askDetails(engines) {
+  const known = inOrder(engines.map((engine) => judged(engine)));
+  const isWanted = (engine) => known.length <= SMALL_FLEET || isOpen(engine.name, known);
+  const wanted = known.filter(isWanted).slice(0, SMALL_FLEET);
+  const asked = await Promise.all(wanted.map(async ({ name }) => {
+    const path = `/v1/engines/${encodeURIComponent(name)}`;
+    return [name, readEngine(await getJson(path), path)];
   }));
-}
-
-function answered() {
-  state.answeredAt = serverNow();
-  state.trouble = null;
-  state.troubleSince = null;
-}
-
-function failed(error) {
-  if (!(error instanceof ApiError)) throw error;
-  if (state.trouble === null) state.troubleSince = serverNow();
-  state.trouble = error;
+  return new Map(asked);
 }
 
 function show() {
-  showConnection();
-  showSentence();
-  const meant = showEngines(at("engine-groups"), {
-    engines: state.engines, details: state.details, filter: state.filter, changed: (opened) => {
-      show();
-      if (opened !== undefined) refresh();
-    },
-  });
-  const all = state.engines.length;
-  setText(at("filter-result"), state.filter === "" ? "" : `${grouped(meant)} of ${count(all, "engine")} ${meant === 1 ? "is" : "are"} meant by “${state.filter}”.`);
-  showEvents(at("event-list"), state.events);
+  showTrouble(state);
+  showSummary(state, serverNow());
+  const details = [...state.details.values()];
+  showPairs(at("pair-list"), details, show);
+  setText(at("pair-scope"), state.engines.length > SMALL_FLEET ? "Of the opened engines, because this fleet is large." : "");
+  const opened = () => {
+    show();
+    refreshIn(0);
+  };
+  const meant = showEngines(at("engine-groups"), { ...state, opened, changed: show });
+  setText(at("filter-result"), state.filter === "" ? ""
+    : `${grouped(meant)} of ${count(state.engines.length, "engine")} ${meant === 1 ? "matches" : "match"} “${state.filter}”.`);
   tick(serverNow());
 }
 
-let shownSentence = "";
+let eventsDue;
 
-function showSentence() {
-  if (state.answeredAt === null) return;
-  const { calm, parts } = sentence(state.engines);
-  const dated = state.trouble === null ? [] : ["As of ", { since: state.answeredAt }, ": "];
-  const all = [...dated, ...parts];
-  const key = JSON.stringify(all);
-  if (key !== shownSentence) {
-    shownSentence = key;
-    const head = element("h1", { class: calm ? "calm" : "failing" },
-      all.map((part) => (typeof part === "string" ? part : moment(part.since, { ago: false }))));
-    replaceChildren(at("sentence"), head);
-  }
-  showTab(calm);
+function showEventsSoon() {
+  clearTimeout(eventsDue);
+  eventsDue = setTimeout(() => {
+    showEvents(at("event-list"), state.events);
+    tick(serverNow(), at("event-list"));
+  }, CROWD_MS / 2);
 }
 
-function showTab(calm) {
-  const failing = state.engines.filter((engine) => engine.state === "failing").length;
-  const all = grouped(state.engines.length);
-  document.title = state.trouble !== null ? "? no answer · Ferry" : failing > 0 ? `✕ ${failing} of ${all} fail · Ferry` : `✓ ${all} serve · Ferry`;
-  const icon = calm ? "/page/icon.svg" : "/page/icon-failing.svg";
-  if (at("icon").getAttribute("href") !== icon) at("icon").setAttribute("href", icon);
-}
-
-function showConnection() {
-  const { trouble } = state;
-  const word = trouble === null ? "live" : trouble.kind === "token" ? "token needed" : "not connected";
-  document.body.dataset.connection = trouble === null ? "live" : trouble.kind;
-  setText(at("connection-text"), word);
-  at("token").hidden = trouble?.kind !== "token";
-  if (trouble?.kind === "token") setText(at("token-text"), `${trouble.message}.`);
-  showNotice(trouble === null || trouble.kind === "token" ? null : trouble);
-}
-
-let shownNotice = "";
-
-function showNotice(trouble) {
-  const key = trouble === null ? "" : `${trouble.message} ${state.troubleSince}`;
-  if (key === shownNotice) return;
-  shownNotice = key;
-  if (trouble === null) {
-    replaceChildren(at("notices"));
-    return;
-  }
-  const dated = state.answeredAt === null ? "Nothing is known yet. " : ["What stands below is from ", moment(state.answeredAt, { ago: false }), ". "];
-  replaceChildren(at("notices"), element("p", { class: "notice" },
-    element("strong", {}, trouble.message), ", since ", moment(state.troubleSince, { ago: false }), ". ", dated,
-    "This page tries again by itself."));
-}
+follow(STREAM, {
+  // The whole history comes first: the server may be another process than before.
+  onOpen: () => {
+    Object.assign(state, { events: [], isFollowing: true, unreadEvent: null });
+    showEventsSoon();
+    refreshIn(CROWD_MS);
+  },
+  onData: (data) => {
+    try {
+      state.events.unshift(readEvent(parsed(data, STREAM), STREAM));
+      state.events.length = Math.min(state.events.length, MAX_EVENTS);
+    } catch (error) {
+      state.unreadEvent = error;
+    }
+    showEventsSoon();
+    refreshIn(CROWD_MS);
+  },
+  onLost: () => {
+    state.isFollowing = false;
+    refreshIn(0);
+  },
+});
 
 at("filter").addEventListener("input", (event) => {
   state.filter = event.target.value.trim();
@@ -151,8 +159,8 @@ at("filter").addEventListener("input", (event) => {
 });
 
 document.addEventListener("keydown", (event) => {
-  const inField = event.target instanceof HTMLInputElement;
-  if (event.key === "/" && !inField && !event.ctrlKey && !event.metaKey && !event.altKey) {
+  const isTyping = event.target instanceof HTMLInputElement;
+  if (event.key === "/" && !isTyping && !event.ctrlKey && !event.metaKey && !event.altKey) {
     event.preventDefault();
     at("filter").focus();
   } else if (event.key === "Escape" && event.target === at("filter")) {
@@ -166,7 +174,7 @@ at("token").addEventListener("submit", (event) => {
   event.preventDefault();
   keepToken(at("token-field").value);
   at("token-field").value = "";
-  refresh();
+  refreshIn(0);
   tryNow();
 });
 

@@ -8,59 +8,74 @@ function check(condition, path, what) {
   if (!condition) throw malformed(path, what);
 }
 
-/** The list of engines: `GET /v1/engines`. */
+/** One page of the list of engines, and what the next one begins behind: `GET /v1/engines`. */
 export function readEngines(document, path) {
   check(Array.isArray(document?.engines), path, "it has no list of engines");
-  return document.engines.map((engine) => {
-    check(typeof engine?.namespace === "string", path, "an engine has no namespace");
-    check(Number.isInteger(engine.ranks_expected), path, `engine ${engine.namespace} has no number of ranks`);
-    return {
-      name: engine.namespace,
-      generation: engine.generation,
-      present: engine.ranks_present,
-      expected: engine.ranks_expected,
-      registrations: engine.registrations,
-      state: engine.generation === null ? "waiting" : engine.complete ? "serving" : "failing",
-      since: null,
-      reason: null,
-    };
-  });
+  return { engines: document.engines.map((engine) => readSummary(engine, path)), next: document.next };
+}
+
+function readSummary(engine, path) {
+  check(typeof engine?.namespace === "string", path, "an engine has no namespace");
+  for (const number of ["ranks_present", "ranks_expected", "ranks_unreachable", "registrations", "rooms"]) {
+    check(Number.isInteger(engine[number]), path, `engine ${engine.namespace} has no ${number}`);
+  }
+  return {
+    name: engine.namespace,
+    listening: engine.listening,
+    generation: engine.generation,
+    beganAt: engine.generation_began_at,
+    present: engine.ranks_present,
+    expected: engine.ranks_expected,
+    unreachable: engine.ranks_unreachable,
+    drainingSince: engine.draining_since,
+    problem: engine.problem,
+    failingSince: engine.failing_since,
+    registrations: engine.registrations,
+    rooms: engine.rooms,
+  };
 }
 
 /** One engine: `GET /v1/engines/{namespace}`. */
 export function readEngine(engine, path) {
-  check(Array.isArray(engine?.ranks_present), path, "it has no list of ranks");
-  check(Array.isArray(engine.registrations), path, "it has no list of registrations");
-  const sizes = sizesOf(engine.topology);
+  for (const list of ["ranks_present", "ranks_missing", "registrations", "reports"]) {
+    check(Array.isArray(engine?.[list]), path, `it has no list of ${list}`);
+  }
+  const reports = engine.reports.map((report) => readReport(report, path));
   return {
     name: engine.namespace,
     generation: engine.generation,
     beganAt: engine.generation_began_at,
-    retired: engine.retired_generations,
+    drainingSince: engine.draining_since,
     release: engine.release,
     topology: engine.topology,
-    sizes,
-    ranks: engine.ranks_present.map((rank) => readRank(rank, path)),
+    sizes: Object.fromEntries(DIMENSIONS.map((name) => [name, engine.topology?.[`${name}_size`] ?? 0])),
+    ranks: engine.ranks_present.map((rank) => readRank(rank, engine, reports, path)),
     missing: engine.ranks_missing.map((name) => readRankName(name, path)),
     missingCount: engine.ranks_missing_count,
     registrations: engine.registrations.map((registration) => readRegistration(registration, path)),
+    reports,
   };
 }
 
-function sizesOf(topology) {
-  return Object.fromEntries(DIMENSIONS.map((name) => [name, topology?.[`${name}_size`] ?? 0]));
-}
-
-function readRank(rank, path) {
+function readRank(rank, engine, reports, path) {
   check(DIMENSIONS.every((name) => Number.isInteger(rank?.[name])), path, "a rank has no place");
-  const state = rank.reachable === null ? "unprobed" : rank.reachable ? "present" : "unreachable";
+  const report = reports.find((known) => known.role === "prefill" && known.rank === rank.rank);
   return {
-    dp: rank.dp, cp: rank.cp, tp: rank.tp, pp: rank.pp, state,
+    dp: rank.dp, cp: rank.cp, tp: rank.tp, pp: rank.pp,
+    state: rankState(rank, engine, report),
     name: rank.rank,
     instance: rank.instance,
     registeredAt: rank.registered_at,
+    since: rank.unreachable_since,
     release: rank.release,
   };
+}
+
+function rankState(rank, engine, report) {
+  if (rank.reachable === false) return "unreachable";
+  if (report?.stale) return "stale";
+  if (engine.draining_since !== null) return "draining";
+  return rank.reachable === null ? "unprobed" : "present";
 }
 
 function readRankName(name, path) {
@@ -82,4 +97,35 @@ function readRegistration(registration, path) {
     release: registration.sglang_release,
     components: registration.components ?? [],
   };
+}
+
+function readReport(entry, path) {
+  const { report } = entry;
+  check(Array.isArray(report?.peers) && Array.isArray(report.components), path, "a report has no peers or components");
+  return {
+    key: entry.engine_key,
+    age: entry.age_seconds,
+    stale: entry.stale,
+    version: report.version,
+    role: report.role,
+    rank: report.rank,
+    instance: report.instance,
+    peers: report.peers.map((peer) => ({ key: peer.engine_key, transport: peer.transport })),
+    bytes: report.components.reduce((sum, component) => sum + component.bytes, 0),
+    failures: report.components.reduce((sum, component) => sum + component.failures, 0),
+    causes: report.failures ?? [],
+  };
+}
+
+/** An event of the history or of the stream. */
+export function readEvent(event, path) {
+  check(Number.isInteger(event?.id) && Number.isInteger(event.at_ms), path, "an event has no number or time");
+  check(typeof event.message === "string", path, "an event has no message");
+  return { id: event.id, at: event.at_ms / 1000, kind: event.kind, engine: event.namespace, text: event.message };
+}
+
+/** Whether the server can make changes, and why not: `GET /v1/health/ready`. */
+export function readReadiness(document, path) {
+  check(Array.isArray(document?.problems), path, "it has no list of problems");
+  return document.problems.map((problem) => problem.message);
 }

@@ -19,7 +19,7 @@ const JAVASCRIPT: &str = "text/javascript; charset=utf-8";
 const SVG: &str = "image/svg+xml";
 
 /// Path, content type and body of each file.
-const FILES: [(&str, &str, &str); 16] = [
+const FILES: [(&str, &str, &str); 18] = [
     ("/", HTML, include_str!("../page/index.html")),
     ("/page/style.css", CSS, include_str!("../page/style.css")),
     ("/page/detail.css", CSS, include_str!("../page/detail.css")),
@@ -32,6 +32,7 @@ const FILES: [(&str, &str, &str); 16] = [
     ("/page/page.js", JAVASCRIPT, include_str!("../page/page.js")),
     ("/page/api.js", JAVASCRIPT, include_str!("../page/api.js")),
     ("/page/live.js", JAVASCRIPT, include_str!("../page/live.js")),
+    ("/page/read.js", JAVASCRIPT, include_str!("../page/read.js")),
     (
         "/page/model.js",
         JAVASCRIPT,
@@ -48,6 +49,16 @@ const FILES: [(&str, &str, &str); 16] = [
         include_str!("../page/elements.js"),
     ),
     (
+        "/page/summary.js",
+        JAVASCRIPT,
+        include_str!("../page/summary.js"),
+    ),
+    (
+        "/page/pairs.js",
+        JAVASCRIPT,
+        include_str!("../page/pairs.js"),
+    ),
+    (
         "/page/engines.js",
         JAVASCRIPT,
         include_str!("../page/engines.js"),
@@ -57,7 +68,6 @@ const FILES: [(&str, &str, &str); 16] = [
         JAVASCRIPT,
         include_str!("../page/detail.js"),
     ),
-    ("/page/read.js", JAVASCRIPT, include_str!("../page/read.js")),
     (
         "/page/ranks.js",
         JAVASCRIPT,

@@ -68,6 +68,27 @@ def register(ending):
 
 
 @pytest.fixture
+def real_ranks(ending, tmp_path):
+    """Prefill and decode ranks of running services, which have moved one request."""
+
+    def real_ranks(server, name):
+        ranks = {}
+        for role in ["prefill", "decode"]:
+            folder = tmp_path / role
+            folder.mkdir()
+            service = fleet.TransferService(folder)
+            ending.callback(service.kill)
+            own = server.engines[name] if role == "prefill" else None
+            ranks[role] = [fleet.Rank(service, role, own, 2, tp_rank) for tp_rank in range(2)]
+            for rank in ranks[role]:
+                ending.callback(rank.close)
+        fleet.cross(ranks["prefill"], ranks["decode"], 7, server.engines[name])
+        return ranks
+
+    return real_ranks
+
+
+@pytest.fixture
 def open_page(browser, ending):
     """Opens the page, and fails the test for any error in it and any request to elsewhere."""
     faults = []

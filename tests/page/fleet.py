@@ -5,6 +5,7 @@ does it, and the service registers it. A `Socket` listens and registers itself w
 SGLang's own prefill does; hundreds of those are cheap.
 """
 
+import http.client
 import json
 import os
 import select
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -93,6 +95,15 @@ class BootstrapServer(Process):
         """Sends a body to an engine's port."""
         return send(f"http://{self.engines[engine]}{path}", body, method)
 
+    def report(self, engine, key, report):
+        """Sends a rank actor's report."""
+        status = self.put(engine, f"/v1/reports/{urllib.parse.quote(key, safe='')}", report)
+        assert status == 204, f"PUT /v1/reports: {status}"
+
+    def drain(self, engine, draining):
+        status = send(f"{self.url}v1/engines/{engine}/drain", {"draining": draining})
+        assert status == 200, f"PUT drain: {status}"
+
 
 def send(url, body, method="PUT", headers=None):
     """Sends JSON and returns the status; an error status is returned, not raised."""
@@ -134,6 +145,28 @@ class Socket:
         self.listener.close()
 
 
+def report(
+    role, rank, instance, peers, *, version="0.1.0", interval_s=60, failures=(), moved=1 << 30
+):
+    """The report of a rank actor. `peers` are pairs of a key and a transport."""
+    return {
+        "version": version,
+        "role": role,
+        "rank": rank,
+        "instance": instance,
+        "interval_seconds": interval_s,
+        "rooms_open": 2,
+        "peers": [{"engine_key": key, "transport": transport} for key, transport in peers],
+        # As rank actors do it, the sender counts.
+        "components": [{"component": "kv", "bytes": moved, "failures": len(failures)}]
+        if role == "prefill"
+        else [],
+        "failures": [
+            {"at": int(time.time()), "room": room, "reason": reason} for room, reason in failures
+        ],
+    }
+
+
 def places(sizes):
     """Every place in an engine of these sizes."""
     dp_size, cp_size, tp_size, pp_size = sizes
@@ -163,6 +196,7 @@ class Rank:
     POOL_BYTES = 4 << 20
 
     def __init__(self, service, role, bootstrap, tp_size=1, tp_rank=0):
+        self.service, self.role = service, role
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.settimeout(PATIENCE_S)
         self.connection.connect(str(service.attach_socket))
@@ -175,7 +209,8 @@ class Rank:
         self.connection.sendall(framed[sent:])
         (length,) = struct.unpack("<I", self.receive(4))
         self.reply = json.loads(self.receive(length))
-        assert "refused" not in self.reply, self.reply
+        assert "attached" in self.reply, self.reply
+        self.number = self.reply["attached"]["rank"]
 
     def receive(self, length):
         data = b""
@@ -212,5 +247,54 @@ class Rank:
             },
         }
 
+    def ask(self, method, path, body=None):
+        """Drives the rank over the service's socket, as its engine does."""
+        connection = UnixConnection(self.service.api_socket)
+        try:
+            headers = {"content-type": "application/json"}
+            place = f"/v1/ranks/{self.number}/rooms{path}"
+            connection.request(method, place, json.dumps(body), headers)
+            answer = connection.getresponse()
+            text = answer.read()
+            assert answer.status == 200, f"{method} {path}: {answer.status} {text}"
+            return json.loads(text)
+        finally:
+            connection.close()
+
+    def wait(self, room, status):
+        """Waits for a status of a room; every other end fails the test."""
+        view = self.ask("GET", f"/{room}?wait_for={status}&timeout_ms={PATIENCE_S // 2 * 1000}")
+        assert view["status"] == status, view
+
     def close(self):
         self.connection.close()
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path):
+        super().__init__("ferry", timeout=PATIENCE_S)
+        self.path = str(path)
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
+
+
+def cross(prefills, decodes, room, bootstrap):
+    """Takes one request from prefill ranks to as many decode ranks: real bytes move."""
+    for decode in decodes:
+        decode.ask("POST", "", {"room": room, "bootstrap": bootstrap})
+    for prefill in prefills:
+        prefill.ask("POST", "", {"room": room, "aux_index": 1})
+    for decode in decodes:
+        places = {"kv_indices": [3, 5, 7], "aux_index": 3, "state_indices": [[6]]}
+        decode.ask("POST", f"/{room}/announce", places)
+    for prefill in prefills:
+        prefill.wait(room, "waiting_for_input")
+        chunk = {"kv_indices": [2, 4, 6], "state_indices": [[1]], "last": True}
+        prefill.ask("POST", f"/{room}/chunks", chunk)
+    for rank in [*prefills, *decodes]:
+        rank.wait(room, "success")
