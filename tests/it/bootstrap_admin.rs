@@ -349,25 +349,31 @@ fn events_are_remembered_and_followed() {
     let mut live = follow(&server, "/v1/events/stream", "");
     register(&server, 1);
     register(&server, 2);
-    let kinds: Vec<Value> = (0..3)
-        .map(|_| next_event(&mut live)["kind"].clone())
-        .collect();
+    let seen: Vec<Value> = (0..3).map(|_| next_event(&mut live)).collect();
+    let kinds: Vec<&Value> = seen.iter().map(|event| &event["kind"]).collect();
     assert_eq!(kinds, ["registration", "generation", "registration"]);
+    let ids: Vec<u64> = seen
+        .iter()
+        .map(|event| event["id"].as_u64().expect("a number"))
+        .collect();
+    assert!(ids.is_sorted_by(|one, next| one < next), "{ids:?}");
     let all = server_json(&server, "/v1/events");
     assert_eq!(all["events"].as_array().map(Vec::len), Some(3), "{all}");
     let generation = server_json(&server, "/v1/events?kind=generation");
     assert_eq!(generation["events"][0]["namespace"], "default");
     // A follower that comes back misses nothing and sees nothing twice.
-    let mut resumed = follow(&server, "/v1/events/stream", "Last-Event-ID: 2\r\n");
-    assert_eq!(next_event(&mut resumed)["id"], 3);
+    let from = format!("Last-Event-ID: {}\r\n", ids[1]);
+    let mut resumed = follow(&server, "/v1/events/stream", &from);
+    assert_eq!(next_event(&mut resumed)["id"], ids[2]);
     admin(
         &server,
         &Request::new("DELETE", "/v1/engines/default", None),
     );
-    assert_eq!(next_event(&mut resumed)["kind"], "operator");
-    assert_eq!(next_event(&mut live)["id"], 4);
+    let removal = next_event(&mut resumed);
+    assert_eq!(removal["kind"], "operator");
+    assert_eq!(next_event(&mut live), removal);
     let mut filtered = follow(&server, "/v1/events/stream?since=0&kind=operator", "");
-    assert_eq!(next_event(&mut filtered)["id"], 4);
+    assert_eq!(next_event(&mut filtered), removal);
 }
 
 #[test]

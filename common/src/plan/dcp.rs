@@ -18,6 +18,10 @@ pub struct DcpTokens {
     pub draft_dst: Vec<i64>,
 }
 
+/// Tokens of one chunk at most: each is listed, so a number that makes no sense would take all
+/// memory. Chunks of real prompts are far below.
+const MAX_TOKENS: u64 = 1 << 22;
+
 /// One chunk that is to be re-split.
 #[derive(Clone, Copy, Debug)]
 pub struct DcpChunk<'a> {
@@ -42,8 +46,8 @@ pub struct DcpChunk<'a> {
 /// SGLang's `build_dcp_token_transfer_plan`.
 ///
 /// # Errors
-/// [`PlanError::Argument`] when the prefix is not a whole number of virtual pages, or a token
-/// falls outside the page lists.
+/// [`PlanError::Argument`] when the prefix is not a whole number of virtual pages, a token falls
+/// outside the page lists, or there are more than 4,194,304 tokens.
 pub fn dcp_tokens(chunk: &DcpChunk<'_>) -> Result<DcpTokens, PlanError> {
     let refused = |detail: String| PlanError::Argument {
         what: "dcp re-split",
@@ -76,6 +80,11 @@ pub fn dcp_tokens(chunk: &DcpChunk<'_>) -> Result<DcpTokens, PlanError> {
             .checked_mul(chunk.page_size)
             .ok_or_else(overflow)?,
     };
+    if num_tokens > MAX_TOKENS {
+        return Err(refused(format!(
+            "a chunk of {num_tokens} tokens, at most {MAX_TOKENS} are possible"
+        )));
+    }
     let chunk_start = chunk
         .first_page
         .checked_mul(chunk.page_size)
