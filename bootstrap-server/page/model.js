@@ -86,7 +86,7 @@ export function sentence(engines) {
   const numbers = tally(heard);
   const total = heard.length;
   const serving = numbers.serving + numbers.draining;
-  if (total === 0) return { calm: true, parts: ["This server listens for no engine."] };
+  if (total === 0) return { calm: true, parts: [engines.length === 0 ? "No engine has registered yet." : "This server listens for none of the registered engines."] };
   if (numbers.waiting === total) {
     return { calm: true, parts: [total === 1 ? `${heard[0].name} waits for its first rank.` : `All ${grouped(total)} engines wait for their first rank.`] };
   }

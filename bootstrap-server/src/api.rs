@@ -41,8 +41,12 @@ pub struct EngineSummary {
     pub ranks_present: usize,
     /// Ranks of the complete engine.
     pub ranks_expected: usize,
+    /// Registered ranks that do not answer probes.
+    pub ranks_unreachable: usize,
     /// Whether all ranks are there.
     pub complete: bool,
+    /// Since when ranks are missing or do not answer; null while all are there and do.
+    pub failing_since: Option<u64>,
     /// Since when it takes no new rooms; null when it takes them.
     pub draining_since: Option<u64>,
     /// Why decodes are told that it is unhealthy; null when they are not.

@@ -139,6 +139,15 @@ impl Fleet {
         probed.collect()
     }
 
+    /// Since when each of an engine's unreachable ranks has not answered, in seconds since 1970.
+    pub fn unreachable_since(&self, namespace: &str, space: &Namespace) -> Vec<u64> {
+        let since = space.ranks.iter().filter_map(|(id, rank)| {
+            let place = Place::rank(namespace, *id);
+            self.probes.unreachable_since(&place, &rank.instance())
+        });
+        since.collect()
+    }
+
     /// Why an engine's `/health` is 503, if it is.
     pub fn unhealthy(&self, namespace: &str) -> Option<String> {
         let state = self.registrations.state();

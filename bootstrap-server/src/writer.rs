@@ -22,7 +22,7 @@ use crate::error::StoreError;
 use crate::events::Events;
 use crate::guard::Who;
 use crate::metrics::Metrics;
-use crate::registry::{Applied, Command, Namespace, Refused, State};
+use crate::registry::{Applied, Command, NOTHING, Namespace, Refused, State};
 use crate::store::{Change, Store, changes_of, entries_of, named, state_of};
 
 /// Commands that wait at most; more are refused, so that a dead disk does not fill memory.
@@ -340,7 +340,7 @@ impl Writer {
             } = applied;
             tracing::info!(target: "audit", who = job.who, namespace, subject, what, before, after);
             if !applied.changed.is_empty() {
-                let message = format!("{subject}: {what}; it was {before}, it is {after}");
+                let message = told(&subject, what, before, after);
                 let kind = match command {
                     _ if applied.began_generation => EventKind::Generation,
                     Command::PutRank(_) | Command::PutRegistration(..) => EventKind::Registration,
@@ -378,6 +378,15 @@ impl Writer {
 
 fn changes_anything(applied: &[Applied]) -> bool {
     applied.iter().any(|applied| !applied.changed.is_empty())
+}
+
+/// What changed, for people.
+fn told(subject: &str, what: &str, before: &str, after: &str) -> String {
+    match (before, after) {
+        (NOTHING, _) => format!("{subject}: {what}, {after}"),
+        (_, NOTHING) => format!("{subject}: {what}, it was {before}"),
+        _ => format!("{subject}: {what}, from {before} to {after}"),
+    }
 }
 
 /// Does a job's commands to a draft and says what to store, or leaves the draft as it was.

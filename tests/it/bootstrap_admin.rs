@@ -219,12 +219,16 @@ fn a_rank_and_an_engine_are_evicted() {
     let ranks = server.json("/v1/engines/default/ranks");
     assert_eq!(ranks["ranks_missing"], json!(["dp0 cp0 tp1 pp0"]));
     assert_eq!(server.send(&Request::get(&topology_path())).status, 503);
+    let summary = || server.json("/v1/engines")["engines"][0].clone();
+    assert!(summary()["failing_since"].is_u64(), "{}", summary());
+    assert_eq!(summary()["ranks_unreachable"], 0);
     register(&server, 2);
     assert_eq!(
         server.send(&Request::get(&topology_path())).status,
         200,
         "it may come back"
     );
+    assert_eq!(summary()["failing_since"], Value::Null);
     assert_eq!(evict("/v1/engines/default"), 204);
     assert_eq!(server.json("/v1/engines")["engines"], json!([]));
 }

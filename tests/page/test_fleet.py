@@ -123,6 +123,7 @@ def test_follows_an_engine_that_drains(start, open_page, register):
 def test_tells_the_last_changes_as_they_happen(start, open_page, register):
     server = start("prefill-a", "prefill-b")
     page = open_page(server)
+    expect(heading(page)).to_have_text("No engine has registered yet.")
     events = page.locator("#events")
     expect(events).to_contain_text("Nothing has changed since the server started.")
     register(server, "prefill-a", ROW)

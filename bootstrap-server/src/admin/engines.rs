@@ -89,6 +89,7 @@ pub(crate) async fn list(
 fn summary(fleet: &Fleet, name: &str, space: &Namespace) -> api::EngineSummary {
     let generation = space.generation_opt.as_ref();
     let port_opt = fleet.port(name);
+    let unreachable = fleet.unreachable_since(name, space);
     api::EngineSummary {
         namespace: name.to_owned(),
         listening: port_opt.is_some(),
@@ -96,7 +97,13 @@ fn summary(fleet: &Fleet, name: &str, space: &Namespace) -> api::EngineSummary {
         generation_began_at: generation.map(|generation| generation.began_at),
         ranks_present: space.ranks.len(),
         ranks_expected: space.expected(),
+        ranks_unreachable: unreachable.len(),
         complete: space.is_complete(),
+        failing_since: space
+            .incomplete_since()
+            .into_iter()
+            .chain(unreachable)
+            .min(),
         draining_since: space.draining_since_opt,
         problem: fleet.unhealthy(name),
         registrations: space.registrations.len(),

@@ -74,6 +74,7 @@ impl TryFrom<ExportedEngine> for Namespace {
                 .map(|(key, known)| (key, Arc::new(known)))
                 .collect(),
             draining_since_opt: engine.draining_since,
+            rank_removed_at: 0,
         })
     }
 }

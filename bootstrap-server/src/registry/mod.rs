@@ -26,6 +26,9 @@ const MAX_RETIRED: usize = 64;
 /// Registrations of io engines at most: a restarted engine has a new key, so old ones pile up.
 const MAX_REGISTRATIONS: usize = 4096;
 
+/// How [`Applied`] says that something is not there.
+pub const NOTHING: &str = "nothing";
+
 /// SGLang's texts, which its clients' operators know.
 pub const POLICIES_DIFFER: &str = "Inconsistent prefill allocation policies";
 /// Likewise.
@@ -79,6 +82,8 @@ pub struct Namespace {
     pub registrations: BTreeMap<String, Arc<EngineRegistration>>,
     /// Since when no new rooms are taken, in seconds since 1970.
     pub draining_since_opt: Option<u64>,
+    /// When an operator last removed a rank, in seconds since 1970. It is not stored.
+    pub rank_removed_at: u64,
 }
 
 impl Namespace {
@@ -101,6 +106,16 @@ impl Namespace {
     /// Whether every rank has registered.
     pub fn is_complete(&self) -> bool {
         self.generation_opt.is_some() && self.ranks.len() == self.expected()
+    }
+
+    /// Since when ranks are missing, in seconds since 1970: since the generation began, or since an
+    /// operator removed one.
+    pub fn incomplete_since(&self) -> Option<u64> {
+        let generation = self
+            .generation_opt
+            .as_ref()
+            .filter(|_| !self.is_complete())?;
+        Some(generation.began_at.max(self.rank_removed_at))
     }
 
     /// The ranks that have not registered, at most `limit` of them.
@@ -282,7 +297,7 @@ impl Namespace {
                 self.registrations.len()
             )),
         };
-        shown_opt.unwrap_or_else(|| "nothing".to_owned())
+        shown_opt.unwrap_or_else(|| NOTHING.to_owned())
     }
 
     fn apply(&mut self, command: &Command, now: u64) -> Result<Applied, Refused> {
@@ -306,6 +321,7 @@ impl Namespace {
             }
             Command::DeleteRank(id) => {
                 self.ranks.remove(id).ok_or(Refused::Unknown)?;
+                self.rank_removed_at = now;
                 Ok(Applied::change(vec![Key::Rank(*id)], "rank deleted"))
             }
             Command::SetDraining(drains) => {

@@ -91,3 +91,19 @@ fn fixed_ports_may_come_back_with_another_shape() {
         Err(Refused::Retired(_)) | Ok(_)
     ));
 }
+
+#[test]
+fn it_is_known_since_when_ranks_are_missing() {
+    let mut state = State::default();
+    let since = |state: &State| state.namespaces["e"].incomplete_since();
+    put(&mut state, 2, 0, 10, 64).unwrap();
+    let generation = state.namespaces["e"].generation_opt.clone().unwrap();
+    assert_eq!(since(&state), Some(generation.began_at));
+    put(&mut state, 2, 1, 11, 64).unwrap();
+    assert_eq!(since(&state), None);
+    let id = *state.namespaces["e"].ranks.keys().next().unwrap();
+    let removal = Command::DeleteRank(id);
+    let removed_at = generation.began_at + 100;
+    state.apply("e", &removal, removed_at).unwrap();
+    assert_eq!(since(&state), Some(removed_at));
+}
