@@ -160,6 +160,7 @@ fn a_ferry_tag_survives_and_moris_reader_would_ignore_it() {
         region_key: Vec::new(),
         path_mtu: 5,
         refusal: "no".to_owned(),
+        instance: vec![3; 16],
     });
     let packed = framed(ControlType::RegEndpoint, &message).unwrap();
     let plain = bytes(REG_ENDPOINT);

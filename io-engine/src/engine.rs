@@ -1,6 +1,8 @@
 //! An engine: its registered regions, its listeners, its copying workers.
 
 use std::collections::HashMap;
+#[cfg(feature = "rdma")]
+use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
@@ -16,6 +18,7 @@ use crate::error::{TransportError, TransportErrorKind};
 use crate::fault::{FaultSpec, Faulty};
 use crate::foreign::AnyMemory;
 use crate::offer::Offer;
+use crate::rdma_options::RdmaOptions;
 use crate::region::{Region, RegionKey};
 use crate::session::Session;
 use crate::status::deadline_after;
@@ -24,6 +27,8 @@ use crate::timer::Timer;
 use crate::transport::cma::Cma;
 use crate::transport::copy::{self, CopyQueue};
 use crate::transport::local::Local;
+#[cfg(feature = "rdma")]
+use crate::transport::rdma::{Endpoint, PeerAddress, RailReport, Rails, Rdma, SessionNames};
 use crate::transport::same_host::{self, Connection, Secret};
 use crate::transport::shm::Shm;
 use crate::transport::tcp::{self, Tcp, TcpOptions};
@@ -43,7 +48,7 @@ pub struct EngineConfig {
     pub key: String,
     /// Address that peers are told.
     pub host: String,
-    /// Where the `tcp` transport listens; port 0 takes a free one.
+    /// Where peers' connections are taken (`tcp`, and `rdma`'s handshake); port 0 takes a free one.
     pub tcp_bind: SocketAddr,
     /// Transports that may be used, in the order of choice.
     pub transports: Vec<TransportKind>,
@@ -57,6 +62,8 @@ pub struct EngineConfig {
     pub connect_timeout: Duration,
     /// How long a `tcp` peer may take and answer nothing.
     pub stall_timeout: Duration,
+    /// How the `rdma` transport is set up.
+    pub rdma: RdmaOptions,
     /// A fault in one batch, for tests of whoever must notice.
     pub fault_opt: Option<FaultSpec>,
 }
@@ -74,6 +81,7 @@ impl EngineConfig {
             tcp_lanes: DEFAULT_TCP_LANES,
             connect_timeout: DEFAULT_CONNECT_TIMEOUT,
             stall_timeout: DEFAULT_STALL_TIMEOUT,
+            rdma: RdmaOptions::default(),
             fault_opt: None,
         }
     }
@@ -113,12 +121,37 @@ pub(crate) struct EngineInner {
     /// A secret in this process's memory; a peer that can read it can use `cma`.
     secret: Secret,
     is_shut_down: AtomicBool,
+    /// The network devices, or why there are none.
+    #[cfg(feature = "rdma")]
+    rails: Result<Arc<Rails>, TransportError>,
+    /// Queue pairs of peers that are no Ferry engines, oldest first.
+    #[cfg(feature = "rdma")]
+    foreign_endpoints: Mutex<VecDeque<Arc<Endpoint>>>,
     faults: Arc<AtomicU64>,
 }
 
 /// Engines of this process, by instance: the proof for `local`.
 static ENGINES: LazyLock<Mutex<HashMap<[u8; 16], Weak<EngineInner>>>> =
     LazyLock::new(Mutex::default);
+
+/// Queue pairs of peers that are no Ferry engines and so never say that they are gone.
+#[cfg(feature = "rdma")]
+const MOST_FOREIGN_ENDPOINTS: usize = 4096;
+
+#[cfg(feature = "rdma")]
+fn open_rails(config: &EngineConfig) -> Result<Arc<Rails>, TransportError> {
+    if !config.transports.contains(&TransportKind::Rdma) {
+        return Err(TransportError::quiesced(
+            TransportErrorKind::NoCommonTransport,
+            "this engine does not offer it",
+        ));
+    }
+    let rails = Rails::open(&config.rdma);
+    if let Err(error) = &rails {
+        tracing::info!(%error, "rdma is not offered");
+    }
+    rails.map(Arc::new)
+}
 
 fn random<const N: usize>() -> Result<[u8; N], TransportError> {
     let mut bytes = [0; N];
@@ -169,6 +202,10 @@ impl Engine {
             sessions: Mutex::default(),
             secret: Secret::new(random()?),
             is_shut_down: AtomicBool::new(false),
+            #[cfg(feature = "rdma")]
+            rails: open_rails(&config),
+            #[cfg(feature = "rdma")]
+            foreign_endpoints: Mutex::default(),
             faults: Arc::default(),
             config,
         });
@@ -185,7 +222,7 @@ impl Engine {
         let timer = Arc::clone(&inner.timer);
         spawn("ferry-timer", move || timer.run())?;
         let weak = Arc::downgrade(&inner);
-        if inner.offers(TransportKind::Tcp) {
+        if inner.listens() {
             let weak = Weak::clone(&weak);
             spawn("ferry-listen", move || tcp::server::serve(&listener, &weak))?;
         }
@@ -199,8 +236,9 @@ impl Engine {
     pub fn desc(&self) -> EngineDesc {
         let inner = self.inner();
         let transports = inner.config.transports.iter();
+        let offered = transports.filter(|kind| inner.offers(**kind));
         let offer = Offer {
-            transports: transports.map(|kind| kind.name().to_owned()).collect(),
+            transports: offered.map(|kind| kind.name().to_owned()).collect(),
             tcp_port: inner.tcp_address.port(),
             unix_name: inner.unix_name.clone(),
             instance: inner.instance,
@@ -220,7 +258,7 @@ impl Engine {
         }
     }
 
-    /// Where the `tcp` transport listens.
+    /// Where peers' connections are taken.
     pub fn tcp_address(&self) -> SocketAddr {
         self.inner().tcp_address
     }
@@ -242,6 +280,10 @@ impl Engine {
         let owner = (&inner.key, inner.instance);
         let region = Region::new(memory.into(), (offset, len), id, key, label, owner)?;
         region.memory().populate();
+        #[cfg(feature = "rdma")]
+        if let (Ok(rails), true) = (&inner.rails, inner.config.rdma.registers_eagerly) {
+            rails.register(&region)?;
+        }
         let mut regions = inner
             .regions
             .write()
@@ -273,7 +315,28 @@ impl Engine {
         let released = peers
             .iter()
             .filter(|peer| !peer.wait_until_released(region.id(), deadline));
-        released.count() == 0 && left
+        let is_released = released.count() == 0 && left;
+        // Ends the network devices' access, and with it the peers'.
+        #[cfg(feature = "rdma")]
+        if let Ok(rails) = &inner.rails {
+            return rails.forget(region.id()) && is_released;
+        }
+        is_released
+    }
+
+    /// What the network devices of the `rdma` transport have done; nothing where there are none.
+    #[cfg(feature = "rdma")]
+    pub fn rails(&self) -> Vec<RailReport> {
+        let rails = self.inner().rails.as_ref();
+        rails.map_or_else(|_| Vec::new(), |rails| rails.reports())
+    }
+
+    /// Whether a peer has said over `rdma` that its transfer with this number is in place; true
+    /// once.
+    #[cfg(feature = "rdma")]
+    pub fn take_notification(&self, peer_key: &str, uid: u64) -> bool {
+        let rails = self.inner().rails.as_ref();
+        rails.is_ok_and(|rails| rails.notifications.take(peer_key, uid))
     }
 
     /// Opens a session: picks the first transport in this engine's order that both sides offer and
@@ -413,8 +476,42 @@ impl EngineInner {
         &self.copies
     }
 
-    fn offers(&self, kind: TransportKind) -> bool {
-        self.config.transports.contains(&kind)
+    /// Whether a transport is configured and can be had here.
+    pub(crate) fn offers(&self, kind: TransportKind) -> bool {
+        let can_be_had = match kind {
+            #[cfg(feature = "rdma")]
+            TransportKind::Rdma => self.rails.is_ok(),
+            #[cfg(not(feature = "rdma"))]
+            TransportKind::Rdma => false,
+            _ => true,
+        };
+        can_be_had && self.config.transports.contains(&kind)
+    }
+
+    /// Whether peers connect to this engine's port.
+    fn listens(&self) -> bool {
+        self.offers(TransportKind::Tcp) || self.offers(TransportKind::Rdma)
+    }
+
+    /// The network devices, or why there are none.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn rails(&self) -> Result<&Arc<Rails>, TransportError> {
+        self.rails.as_ref().map_err(Clone::clone)
+    }
+
+    /// Keeps the queue pair of a peer that will not say when it is gone.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn keep_foreign(&self, endpoint: Arc<Endpoint>) {
+        let mut endpoints = self
+            .foreign_endpoints
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        // Those that have failed meanwhile are of no use.
+        endpoints.retain(|endpoint| endpoint.queue_pair_number().is_some());
+        if endpoints.len() >= MOST_FOREIGN_ENDPOINTS {
+            endpoints.pop_front();
+        }
+        endpoints.push_back(endpoint);
     }
 
     fn with_fault(&self, transport: Arc<dyn Transport>) -> Arc<dyn Transport> {
@@ -439,6 +536,11 @@ impl EngineInner {
                 TransportKind::Cma => Err(none(
                     "the peer is no ferry engine; --cma-trust-descriptors would believe its pid and addresses",
                 )),
+                // MoRI's sentinel for a peer without RDMA.
+                TransportKind::Rdma if remote.port == 1 => {
+                    Err(none("the peer's descriptor says that it has no rdma"))
+                }
+                TransportKind::Rdma => self.open_rdma(remote, None),
                 TransportKind::Local | TransportKind::Shm | TransportKind::Tcp => {
                     Err(none("the peer is no ferry engine"))
                 }
@@ -465,6 +567,7 @@ impl EngineInner {
                 let cma = Cma::proven(self, &offer.unix_name, offer.instance, timeout)?;
                 Ok(Arc::new(cma))
             }
+            TransportKind::Rdma => self.open_rdma(remote, Some(offer)),
             TransportKind::Tcp => {
                 let options = TcpOptions {
                     lanes: self.config.tcp_lanes,
@@ -475,6 +578,40 @@ impl EngineInner {
                 Ok(Arc::new(tcp))
             }
         }
+    }
+
+    #[cfg(not(feature = "rdma"))]
+    fn open_rdma(
+        self: &Arc<Self>,
+        _remote: &EngineDesc,
+        _offer_opt: Option<&Offer>,
+    ) -> Result<Arc<dyn Transport>, TransportError> {
+        Err(TransportError::quiesced(
+            TransportErrorKind::NoCommonTransport,
+            "this build has no rdma",
+        ))
+    }
+
+    #[cfg(feature = "rdma")]
+    fn open_rdma(
+        self: &Arc<Self>,
+        remote: &EngineDesc,
+        offer_opt: Option<&Offer>,
+    ) -> Result<Arc<dyn Transport>, TransportError> {
+        let rails = self.rails()?;
+        let names = SessionNames {
+            own_key: self.key.to_string(),
+            own_instance: self.instance,
+            peer_key: remote.key.clone(),
+            peer_instance_opt: offer_opt.map(|offer| offer.instance),
+        };
+        let peer = PeerAddress {
+            host: remote.host.clone(),
+            port: remote.port,
+            is_ferry: offer_opt.is_some(),
+            timeout: self.config.rdma.control_timeout,
+        };
+        Ok(Arc::new(Rdma::connect(rails, names, peer)?))
     }
 
     fn open_trusted(
@@ -514,6 +651,11 @@ impl EngineInner {
         for session in taken(&self.sessions) {
             session.close();
         }
+        #[cfg(feature = "rdma")]
+        self.foreign_endpoints
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clear();
         for stream in taken(&self.tcp_peers) {
             // The peer may have closed it already; either way its thread ends.
             let _ = stream.shutdown(Shutdown::Both);
@@ -531,7 +673,7 @@ impl EngineInner {
             }
             _ => self.tcp_address,
         };
-        if self.offers(TransportKind::Tcp)
+        if self.listens()
             && let Err(error) = TcpStream::connect_timeout(&wake, Duration::from_secs(1))
         {
             tracing::debug!(%error, "the tcp listener could not be woken");

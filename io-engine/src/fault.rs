@@ -134,6 +134,10 @@ impl Transport for Faulty {
         }
     }
 
+    fn notify(&self, number: u64, status: Arc<Status>) {
+        self.inner.notify(number, status);
+    }
+
     fn is_alive(&self) -> bool {
         self.inner.is_alive()
     }

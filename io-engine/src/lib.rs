@@ -22,7 +22,7 @@
 //!   bytes are copied between raw pointers, or by the kernel.
 //!
 //! This is the only crate with unsafe code but for the edge of `python`; the system calls are in
-//! `sys`, the copy routine in `stream`.
+//! `sys`, the copy routine in `stream`, libibverbs (feature `rdma`) in `transport::rdma::verbs`.
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
@@ -32,6 +32,7 @@ mod fault;
 mod foreign;
 mod memory;
 mod offer;
+mod rdma_options;
 mod region;
 mod session;
 mod status;
@@ -47,10 +48,13 @@ pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};
 pub use foreign::{AnyMemory, ForeignMemory};
 pub use memory::Memory;
+pub use rdma_options::{DeviceChoice, RdmaOptions};
 pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
 pub use session::{Direction, Session, WriteBatch, WritePair};
 pub use status::{TransferHandle, TransferResult, Transferred};
 pub use transport::TransportKind;
+#[cfg(feature = "rdma")]
+pub use transport::rdma::{RailReport, verbs};
 
 /// The way in for fuzz targets.
 #[cfg(fuzzing)]

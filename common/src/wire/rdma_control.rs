@@ -203,7 +203,7 @@ pub struct Retire {
     pub queue_pair: u32,
 }
 
-/// What a Ferry engine adds: `["FRY1", token, region key, mtu, refusal]`.
+/// What a Ferry engine adds: `["FRY1", token, region key, mtu, refusal, instance]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ControlTag {
     /// The operator's secret; empty for none.
@@ -213,8 +213,11 @@ pub struct ControlTag {
     /// The sender's path MTU as verbs number it (1: 256 bytes to 5: 4096); in a reply the one that
     /// both sides use. 0: not said.
     pub path_mtu: u8,
-    /// In a reply, why the request was refused; empty when it was not.
+    /// In a reply, why the request was refused: a fixed word, a colon, and text. Empty when it was
+    /// not.
     pub refusal: String,
+    /// In a request, which start of the engine is meant; empty for any.
+    pub instance: Vec<u8>,
 }
 
 impl ControlTag {
@@ -225,6 +228,7 @@ impl ControlTag {
             rmpv::Value::Binary(self.region_key.clone()),
             self.path_mtu.into(),
             self.refusal.as_str().into(),
+            rmpv::Value::Binary(self.instance.clone()),
         ])
     }
 
@@ -241,6 +245,7 @@ impl ControlTag {
                 region_key: elements.get(2)?.as_slice()?.to_vec(),
                 path_mtu: u8::try_from(elements.get(3)?.as_u64()?).ok()?,
                 refusal: elements.get(4)?.as_str()?.to_owned(),
+                instance: elements.get(5)?.as_slice()?.to_vec(),
             })
         };
         parse()

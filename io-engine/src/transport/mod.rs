@@ -13,6 +13,8 @@ pub(crate) mod cma;
 pub(crate) mod copy;
 pub(crate) mod local;
 pub(crate) mod queue;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub(crate) mod same_host;
 pub(crate) mod shm;
 pub(crate) mod tcp;
@@ -21,6 +23,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use crate::error::{TransportError, TransportErrorKind};
 use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
 use crate::status::Status;
@@ -37,13 +40,20 @@ pub enum TransportKind {
     Shm,
     /// Between two processes of one host and owner: `process_vm_writev` and `process_vm_readv`.
     Cma,
+    /// Between two hosts with RDMA devices: one-sided writes and reads by the network devices. Only
+    /// in builds with the feature `rdma`.
+    Rdma,
     /// Between any two hosts: TCP streams.
     Tcp,
 }
 
 impl TransportKind {
-    /// Every kind, fastest first: the default order of choice.
+    /// Every kind of this build, fastest first: the default order of choice.
+    #[cfg(not(feature = "rdma"))]
     pub const ALL: [Self; 4] = [Self::Local, Self::Shm, Self::Cma, Self::Tcp];
+    /// Every kind of this build, fastest first: the default order of choice.
+    #[cfg(feature = "rdma")]
+    pub const ALL: [Self; 5] = [Self::Local, Self::Shm, Self::Cma, Self::Rdma, Self::Tcp];
 
     /// The metric label.
     pub const fn name(self) -> &'static str {
@@ -51,6 +61,7 @@ impl TransportKind {
             Self::Local => "local",
             Self::Shm => "shm",
             Self::Cma => "cma",
+            Self::Rdma => "rdma",
             Self::Tcp => "tcp",
         }
     }
@@ -79,7 +90,13 @@ impl FromStr for TransportKind {
         Self::ALL
             .into_iter()
             .find(|kind| kind.name() == text)
-            .ok_or_else(|| format!("{text:?} is no transport; there are local, shm, cma and tcp"))
+            .ok_or_else(|| match text == Self::Rdma.name() {
+                true => "this build has no rdma: build it with the feature rdma".to_owned(),
+                false => format!(
+                    "{text:?} is no transport; there are {}",
+                    Self::ALL.map(Self::name).join(", ")
+                ),
+            })
     }
 }
 
@@ -95,6 +112,14 @@ pub(crate) trait Transport: Send + Sync {
     fn submit(&self, job: Job, status: Arc<Status>);
     /// Whether the peer is still there, without sending.
     fn is_alive(&self) -> bool;
+    /// Tells the peer that its memory was written, under a number of this side's.
+    fn notify(&self, _number: u64, status: Arc<Status>) {
+        let message = format!("transport {} carries no notifications", self.kind());
+        status.fail(TransportError::quiesced(
+            TransportErrorKind::NoCommonTransport,
+            message,
+        ));
+    }
     /// Ends the connection; batches in flight fail.
     fn close(&self);
 }

@@ -4,7 +4,7 @@ use common::plan::{RunList, StridedRun};
 use io_engine::{ByteLen, ByteOffset, TransportKind, WriteBatch, WritePair};
 
 use crate::support::{
-    BYTES, DEADLINE, Random, contents, one_run, pair, random_runs, remote_of, write,
+    BYTES, DEADLINE, Random, contents, kinds, one_run, pair, random_runs, remote_of, write,
 };
 
 #[test]
@@ -14,7 +14,7 @@ fn random_runs_arrive_and_nothing_else_changes() {
         .and_then(|seed| seed.parse().ok());
     let seed: u64 = seed.unwrap_or_else(|| u64::from(std::process::id()) * 7919);
     println!("seed {seed} (FERRY_SEED={seed} runs it again)");
-    for kind in TransportKind::ALL {
+    for kind in kinds() {
         let pair = pair(kind);
         assert_eq!(pair.session.transport(), kind);
         let mut random = Random(seed);
@@ -49,7 +49,7 @@ fn random_runs_arrive_and_nothing_else_changes() {
 
 #[test]
 fn many_batches_share_a_session() {
-    for kind in TransportKind::ALL {
+    for kind in kinds() {
         let pair = pair(kind);
         let remote = remote_of(&pair.remote.desc());
         let handles: Vec<_> = (0..200u64)
@@ -111,7 +111,7 @@ async fn a_handle_can_be_awaited() {
 #[test]
 fn reads_bring_bytes_the_other_way_and_change_nothing_there() {
     let seed = 20_261_201;
-    for kind in TransportKind::ALL {
+    for kind in kinds() {
         let pair = pair(kind);
         let mut random = Random(seed);
         let peers = contents(&pair.target_memory)
@@ -151,7 +151,7 @@ fn reads_bring_bytes_the_other_way_and_change_nothing_there() {
 
 #[test]
 fn reads_and_writes_of_any_size_share_a_session() {
-    for kind in TransportKind::ALL {
+    for kind in kinds() {
         let pair = pair(kind);
         let remote = remote_of(&pair.remote.desc());
         // The upper half goes over, the lower half of the peer comes back to where it was not.

@@ -13,7 +13,8 @@ use io_engine::{
 use rustix::process::{Pid, Signal, WaitOptions};
 
 use crate::support::{
-    BYTES, DEADLINE, begin, config, contents, eventually, one_run, shuffled_pages, write,
+    BYTES, DEADLINE, begin, config, contents, eventually, one_run, process_kinds, shuffled_pages,
+    write,
 };
 
 /// A target engine in another process: this test binary, started again. Prints its descriptors as
@@ -142,7 +143,7 @@ impl Drop for PeerProcess {
 
 #[test]
 fn bytes_cross_processes_and_a_killed_peer_is_noticed() {
-    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
+    for kind in process_kinds() {
         let mut peer = PeerProcess::start(kind);
         let (source, local) = source(config("source", kind));
         let session = source.connect(&peer.engine).unwrap();
@@ -171,7 +172,7 @@ fn bytes_cross_processes_and_a_killed_peer_is_noticed() {
 
 #[test]
 fn a_peer_that_is_killed_ends_what_is_in_flight() {
-    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
+    for kind in process_kinds() {
         let mut peer = PeerProcess::start(kind);
         let (source, local) = source(config("source", kind));
         let session = source.connect(&peer.engine).unwrap();
@@ -203,7 +204,7 @@ fn a_peer_that_is_killed_ends_what_is_in_flight() {
 
 #[test]
 fn a_region_is_let_go_by_a_writer_in_another_process() {
-    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
+    for kind in process_kinds() {
         let mut peer = PeerProcess::start(kind);
         let (source, local) = source(config("source", kind));
         let session = source.connect(&peer.engine).unwrap();
@@ -229,7 +230,7 @@ fn a_region_is_let_go_by_a_writer_in_another_process() {
 #[test]
 fn a_frozen_peer_fails_in_time_and_holds_up_nobody() {
     const PATIENCE: Duration = Duration::from_millis(300);
-    for kind in [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp] {
+    for kind in process_kinds() {
         let (frozen, healthy) = (PeerProcess::start(kind), PeerProcess::start(kind));
         let mut config = config("source", kind);
         config.connect_timeout = PATIENCE;

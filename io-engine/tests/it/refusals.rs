@@ -8,12 +8,12 @@ use common::wire::EngineDesc;
 use io_engine::{ByteLen, ByteOffset, Engine, EngineConfig, TransportErrorKind, TransportKind};
 
 use crate::support::{
-    BYTES, DEADLINE, Pair, config, contents, one_run, pair, pair_with, remote_of, write,
+    BYTES, DEADLINE, Pair, config, contents, kinds, one_run, pair, pair_with, remote_of, write,
 };
 
 #[test]
 fn what_was_not_registered_is_not_written() {
-    for kind in TransportKind::ALL {
+    for kind in kinds() {
         let pair = pair(kind);
         let before = contents(&pair.target_memory);
         let good = pair.remote.desc();
@@ -161,7 +161,7 @@ fn garbage_and_slow_clients_do_not_disturb_the_listener() {
 
 #[test]
 fn a_range_outside_keeps_the_whole_batch_from_moving() {
-    for kind in TransportKind::ALL {
+    for kind in kinds() {
         let pair = pair(kind);
         let before = contents(&pair.target_memory);
         let mut longer = pair.remote.desc();
@@ -186,7 +186,7 @@ fn tag(desc: &EngineDesc) -> Vec<rmpv::Value> {
 
 #[test]
 fn another_start_of_an_engine_is_not_mistaken_for_it() {
-    for kind in TransportKind::ALL {
+    for kind in kinds() {
         let pair = pair(kind);
         let mut stale = pair.target.desc();
         let mut elements = tag(&stale);

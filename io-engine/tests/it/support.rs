@@ -13,6 +13,41 @@ use io_engine::{
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 pub(crate) const BYTES: u64 = 1 << 20;
 
+/// Every transport that can be had here, or that of them which `FERRY_TEST_TRANSPORT` names. One
+/// that cannot be had is said to be skipped.
+pub(crate) fn kinds() -> Vec<TransportKind> {
+    if let Ok(name) = std::env::var("FERRY_TEST_TRANSPORT") {
+        return vec![name.parse().unwrap()];
+    }
+    let can_be_had = |kind: &TransportKind| match kind {
+        TransportKind::Rdma => has_rdma_device(),
+        _ => true,
+    };
+    TransportKind::ALL.into_iter().filter(can_be_had).collect()
+}
+
+/// Those of [`kinds`] that reach another process.
+pub(crate) fn process_kinds() -> Vec<TransportKind> {
+    let mut kinds = kinds();
+    kinds.retain(|kind| *kind != TransportKind::Local);
+    kinds
+}
+
+#[cfg(feature = "rdma")]
+pub(crate) fn has_rdma_device() -> bool {
+    let names = io_engine::verbs::device_names();
+    if names.as_ref().is_ok_and(|names| !names.is_empty()) {
+        return true;
+    }
+    eprintln!("skipped: the rdma transport, without a device ({names:?}); make test-rdma has one");
+    false
+}
+
+#[cfg(not(feature = "rdma"))]
+fn has_rdma_device() -> bool {
+    false
+}
+
 pub(crate) fn config(key: &str, kind: TransportKind) -> EngineConfig {
     let mut config = EngineConfig::new(key, "127.0.0.1");
     config.tcp_bind = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));

@@ -7,10 +7,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "rdma")]
+use common::wire::rdma_control::ControlType;
+
 use crate::engine::EngineInner;
 use crate::region::RegionGuard;
 use crate::session::Direction;
 use crate::sys::{self, IoVec, io_vec};
+use crate::transport::TransportKind;
+#[cfg(feature = "rdma")]
+use crate::transport::rdma;
 use crate::transport::tcp::notice_dead_hosts;
 use crate::transport::tcp::vectored::{receive_all, send_all};
 use crate::transport::tcp::wire::{
@@ -73,12 +79,19 @@ fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::
     notice_dead_hosts(stream)?;
     stream.set_read_timeout(Some(HELLO_TIMEOUT))?;
     stream.set_write_timeout(Some(STALL_TIMEOUT))?;
+    #[cfg(feature = "rdma")]
+    if is_control(stream)? {
+        return serve_control(stream, engine);
+    }
     let mut hello = [0; HELLO_BYTES];
     (&**stream).read_exact(&mut hello)?;
     let Some(owner) = engine.upgrade() else {
         return Ok(());
     };
     wire::check_hello(&hello, owner.instance())?;
+    if !owner.offers(TransportKind::Tcp) {
+        return Err(io::Error::other("this engine does not offer tcp"));
+    }
     // The engine ends the connections that it is told of when it shuts down.
     owner.adopt_tcp(stream)?;
     drop(owner);
@@ -92,6 +105,26 @@ fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::
         receiver.serve_piece(&owner)?;
     }
     Ok(())
+}
+
+/// Whether the peer begins with a message of the rdma transport's control plane, which shares the
+/// port: MoRI's descriptors have one.
+#[cfg(feature = "rdma")]
+fn is_control(stream: &TcpStream) -> io::Result<bool> {
+    let mut first = [0];
+    let is_there = stream.peek(&mut first)? > 0;
+    let [number] = first;
+    Ok(is_there && ControlType::from_number(number).is_some())
+}
+
+#[cfg(feature = "rdma")]
+fn serve_control(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::Result<()> {
+    let Some(owner) = engine.upgrade() else {
+        return Ok(());
+    };
+    owner.adopt_tcp(stream)?;
+    drop(owner);
+    rdma::server::serve(stream, engine, HELLO_TIMEOUT)
 }
 
 /// Bytes that are read ahead of a header: with the header, all of a small write. What they hold of
