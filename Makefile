@@ -54,6 +54,12 @@ test-page: cargo browser ## The bootstrap server's page in headless Chromium (it
 	$(CARGO) build --workspace --locked --bins
 	$(VENV)/bin/pytest --quiet -p no:cacheprovider tests/page
 
+.PHONY: test-hostile
+test-hostile: cargo nextest ## Hostile clients at the bootstrap server, a minute of each kind (seconds of each are part of `test`)
+	$(CARGO) build --locked --package bootstrap-server
+	FERRY_HOSTILE_SECONDS=$${FERRY_HOSTILE_SECONDS:-60} $(CARGO) nextest run --package tests --locked \
+	  --test-threads 1 --no-fail-fast --success-output final -E 'test(/^hostile::/)'
+
 # rdma-sys makes its bindings with libclang 14: its generator does not know later ones.
 RDMA_BUILD := LIBCLANG_PATH=/usr/lib/llvm-14/lib
 

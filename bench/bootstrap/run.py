@@ -64,7 +64,7 @@ class Server:
         while not self.answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.end()
-                sys.exit(f"{name} does not answer; its log is {log.name}")
+                sys.exit(f"{name} does not answer:\n{Path(log.name).read_text()}")
             time.sleep(0.1)
 
     def answers(self):

@@ -2,6 +2,9 @@
 
 use serde_json::{Map, Value};
 
+/// Characters of a client's text that a message shows.
+const MAX_SHOWN: usize = 64;
+
 /// What is wrong with a body, in words.
 pub type FieldError = String;
 
@@ -39,12 +42,22 @@ fn utf16(bytes: &[u8], unit: fn([u8; 2]) -> u16) -> Result<String, FieldError> {
     }
 }
 
+/// Text of a client for a message: it may be long.
+fn shown(text: &str) -> String {
+    let mut characters = text.chars();
+    let begin: String = characters.by_ref().take(MAX_SHOWN).collect();
+    match characters.next() {
+        Some(_) => format!("{begin}..."),
+        None => begin,
+    }
+}
+
 fn kind(value: &Value) -> String {
     match value {
         Value::Null => "null".to_owned(),
         Value::Bool(flag) => format!("{flag}"),
-        Value::Number(number) => format!("{number}"),
-        Value::String(text) => format!("{text:?}"),
+        Value::Number(number) => shown(&number.to_string()),
+        Value::String(text) => format!("{:?}", shown(text)),
         Value::Array(_) => "a list".to_owned(),
         Value::Object(_) => "an object".to_owned(),
     }
@@ -102,7 +115,10 @@ pub fn integer_or_digits(
         .parse()
         .ok()
         .filter(|number| digits && (low..=high).contains(number));
-    number.ok_or_else(|| format!("{name} is {text:?}, expected an integer from {low} to {high}"))
+    number.ok_or_else(|| {
+        let shown = shown(text);
+        format!("{name} is {shown:?}, expected an integer from {low} to {high}")
+    })
 }
 
 /// A string that is not empty.

@@ -10,6 +10,7 @@ use actix_web::dev::Payload;
 use actix_web::web::Data;
 use actix_web::{Error, FromRequest, HttpRequest};
 
+use crate::answers::{AnswerCache, Answers};
 use crate::config::{Config, ProbeReadiness};
 use crate::error::ApiError;
 use crate::events::Events;
@@ -52,6 +53,7 @@ pub struct Port {
     /// The engine's name.
     pub namespace: String,
     rooms: Mutex<Rooms>,
+    answers: AnswerCache,
 }
 
 impl Port {
@@ -77,7 +79,11 @@ impl Fleet {
             let rooms = Rooms::new(config.max_rooms, config.room_lifetime(), total);
             let namespace = listen.namespace.clone();
             let rooms = Mutex::new(rooms);
-            Arc::new(Port { namespace, rooms })
+            Arc::new(Port {
+                namespace,
+                rooms,
+                answers: AnswerCache::default(),
+            })
         });
         Self {
             ports: ports.collect(),
@@ -251,6 +257,15 @@ impl Deref for ByPort {
 
     fn deref(&self) -> &Port {
         &self.port
+    }
+}
+
+impl ByPort {
+    /// What lookups are answered now; nothing while no rank is registered.
+    pub(crate) fn answers(&self) -> Option<Arc<Answers>> {
+        let state = self.fleet.registrations.state();
+        let space = state.namespaces.get(&self.namespace)?;
+        Some(self.port.answers.of(space))
     }
 }
 

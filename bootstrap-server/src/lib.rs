@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+mod answers;
 pub mod api;
 pub mod config;
 pub mod ctl;

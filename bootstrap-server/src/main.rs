@@ -12,8 +12,9 @@ use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing_subscriber::EnvFilter;
 
-/// Bytes that are no HTTP are a client's mistake; actix-http would log each as an error.
-const DEFAULT_LOG_FILTER: &str = "info,actix_http::h1::dispatcher=off";
+/// Bytes that are no HTTP are a client's mistake; actix-http would log each as an error. What sled
+/// finds is told where it is handled.
+const DEFAULT_LOG_FILTER: &str = "info,actix_http::h1::dispatcher=off,sled=off";
 
 fn main() -> ExitCode {
     let cli = Cli::parse();

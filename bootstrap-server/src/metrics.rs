@@ -1,5 +1,7 @@
 //! What the server counts. Names and labels are `common::metrics`'.
 
+use std::sync::Arc;
+
 use common::metrics as names;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
@@ -14,6 +16,7 @@ use crate::listener::REFUSED;
 pub struct Metrics {
     pub registry: Registry,
     pub requests: IntCounterVec,
+    succeeded: Arc<[(&'static str, Succeeded)]>,
     pub request_seconds: HistogramVec,
     pub connections: IntGauge,
     pub connections_refused: IntCounterVec,
@@ -31,7 +34,22 @@ pub struct Metrics {
     pub store_failures: IntCounter,
 }
 
+/// What calls of one route that succeed move; its labels are resolved once.
+#[derive(Clone, Debug)]
+pub(crate) struct Succeeded {
+    pub(crate) requests: IntCounter,
+    pub(crate) seconds: Histogram,
+}
+
+/// What engines call for each request.
+const BUSY_ROUTES: [&str; 4] = ["/route", "/query_dp_ranks", "/register_dp_rank", "/health"];
+
 impl Metrics {
+    pub(crate) fn succeeded(&self, path: &str) -> Option<&Succeeded> {
+        let mut routes = self.succeeded.iter();
+        routes.find_map(|(route, succeeded)| (*route == path).then_some(succeeded))
+    }
+
     /// Makes and registers everything.
     ///
     /// # Errors
@@ -85,12 +103,21 @@ impl Metrics {
             connections_refused.with_label_values(&[reason]).inc_by(0);
         }
         let namespace = [names::LABEL_NAMESPACE];
+        let requests = counter(
+            names::BOOTSTRAP_REQUESTS,
+            "http requests",
+            &[names::LABEL_ROUTE, names::LABEL_CODE],
+        )?;
+        let succeeded = BUSY_ROUTES.map(|route| {
+            let succeeded = Succeeded {
+                requests: requests.with_label_values(&[route, "200"]),
+                seconds: request_seconds.with_label_values(&[route]),
+            };
+            (route, succeeded)
+        });
         Ok(Self {
-            requests: counter(
-                names::BOOTSTRAP_REQUESTS,
-                "http requests",
-                &[names::LABEL_ROUTE, names::LABEL_CODE],
-            )?,
+            requests,
+            succeeded: succeeded.into(),
             request_seconds,
             connections,
             connections_refused,

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use foldhash::fast::RandomState;
+
 /// Entries of the order beyond those of the rooms: a room that is bound again leaves one behind.
 const MAX_SURPLUS: usize = 1024;
 
@@ -15,7 +17,7 @@ pub struct Rooms {
     lifetime: Duration,
     /// Rooms of all namespaces.
     total: Arc<AtomicUsize>,
-    ranks: HashMap<u64, (Instant, u32)>,
+    ranks: HashMap<u64, (Instant, u32), RandomState>,
     order: VecDeque<(Instant, u64)>,
     evicted: u64,
 }
@@ -27,7 +29,7 @@ impl Rooms {
             capacity,
             lifetime,
             total,
-            ranks: HashMap::new(),
+            ranks: HashMap::default(),
             order: VecDeque::new(),
             evicted: 0,
         }

@@ -7,7 +7,7 @@ use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::{StatusCode, Version, header};
 use actix_web::middleware::Next;
 use actix_web::web::{self, Data};
-use actix_web::{Error, HttpMessage, HttpResponse};
+use actix_web::{Error, HttpMessage, HttpRequest, HttpResponse};
 use common::metrics as names;
 use prometheus::{Encoder, TextEncoder};
 
@@ -15,6 +15,7 @@ use crate::error::ApiError;
 use crate::fleet::Fleet;
 use crate::guard::audit::{Attempt, Reason};
 use crate::guard::{Refusal, Who};
+use crate::metrics::Metrics;
 use crate::{admin, health, page, sglang};
 
 /// Bytes of one body at most, as SGLang's server.
@@ -28,7 +29,12 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 pub fn configure_engine(config: &mut web::ServiceConfig) {
     config
         .app_data(web::PayloadConfig::new(MAX_BODY_BYTES))
-        .service(web::resource("/route").to(sglang::route))
+        .service(
+            web::resource("/route")
+                .route(web::get().to(sglang::get_route))
+                .route(web::put().to(sglang::put_route))
+                .default_service(web::to(sglang::no_route)),
+        )
         .service(web::resource("/register_dp_rank").to(sglang::register_dp_rank))
         .service(web::resource("/query_dp_ranks").to(sglang::query_dp_ranks))
         .service(web::resource("/health").to(sglang::health))
@@ -116,21 +122,25 @@ pub async fn around(
     {
         attempt.refused(&who, status, &reason_of(&response));
     }
-    let route = response
-        .request()
+    count(&fleet.metrics, response.request(), status, begun.elapsed());
+    Ok(response)
+}
+
+fn count(metrics: &Metrics, request: &HttpRequest, status: StatusCode, took: Duration) {
+    if status == StatusCode::OK
+        && let Some(succeeded) = metrics.succeeded(request.path())
+    {
+        succeeded.requests.inc();
+        succeeded.seconds.observe(took.as_secs_f64());
+        return;
+    }
+    let route = request
         .match_pattern()
         .unwrap_or_else(|| names::COMPONENT_UNKNOWN.to_owned());
-    fleet
-        .metrics
-        .requests
-        .with_label_values(&[route.as_str(), status.as_str()])
-        .inc();
-    let seconds = fleet
-        .metrics
-        .request_seconds
-        .with_label_values(&[route.as_str()]);
-    seconds.observe(begun.elapsed().as_secs_f64());
-    Ok(response)
+    let labels = [route.as_str(), status.as_str()];
+    metrics.requests.with_label_values(&labels).inc();
+    let seconds = metrics.request_seconds.with_label_values(&labels[..1]);
+    seconds.observe(took.as_secs_f64());
 }
 
 /// Why a request was refused: what its handler left, or the error that it returned.

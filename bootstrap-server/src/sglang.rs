@@ -1,27 +1,39 @@
 //! The five routes that SGLang calls (`spec/bootstrap-http.md`), byte for byte.
 
-use common::wire::route::RouteRelease;
+use std::collections::HashSet;
 use std::time::Instant;
 
 use actix_web::http::{Method, StatusCode, header};
 use actix_web::web::Bytes;
 use actix_web::{HttpMessage, HttpRequest, HttpResponse};
+use foldhash::fast::RandomState;
 use serde_json::Value;
 
+use crate::answers::{Answers, Complete};
 use crate::fields;
 use crate::fleet::ByPort;
 use crate::guard::Who;
 use crate::guard::audit::Reason;
 use crate::probe::may_probe;
-use crate::registry::{Command, Namespace, RankId, Refused, Registration, Shape};
+use crate::registry::{Command, RankId, Refused, Registration};
+use crate::rooms::Rooms;
 use crate::writer::{WriteError, now};
 
 const TEXT: &str = "text/plain; charset=utf-8";
 const JSON: &str = "application/json; charset=utf-8";
-const GENERATION_HEADER: &str = "x-ferry-generation";
+static GENERATION_HEADER: header::HeaderName =
+    header::HeaderName::from_static("x-ferry-generation");
+const RANK_NAMES: [&str; 4] = [
+    "prefill_dp_rank",
+    "prefill_cp_rank",
+    "target_tp_rank",
+    "target_pp_rank",
+];
 const MAX_ROOM: u64 = i64::MAX as u64;
 /// Rooms of one query at most; SGLang asks for those of one scheduling step.
 const MAX_QUERY_ROOMS: usize = 65_536;
+/// Bytes of a room and its rank in an answer, usually.
+const ROOM_BYTES: usize = 28;
 
 pub(crate) fn text(status: StatusCode, body: impl Into<String>) -> HttpResponse {
     HttpResponse::build(status)
@@ -42,31 +54,32 @@ pub(crate) fn not_allowed(allowed: &'static str) -> HttpResponse {
 
 /// Says in a header which generation of the engine an answer is about. Decodes of older releases
 /// fail on a key that they do not know, so it is never in the JSON.
-fn with_generation(mut response: HttpResponse, space_opt: Option<&Namespace>) -> HttpResponse {
-    if let Some(generation) = space_opt.and_then(|space| space.generation_opt.as_ref()) {
-        let name = header::HeaderName::from_static(GENERATION_HEADER);
+fn with_generation(mut response: HttpResponse, answers_opt: Option<&Answers>) -> HttpResponse {
+    if let Some(number) = answers_opt.and_then(|answers| answers.generation_opt.clone()) {
         response
             .headers_mut()
-            .insert(name, generation.number.into());
+            .insert(GENERATION_HEADER.clone(), number);
     }
     response
 }
 
-/// `/route`, every method.
-pub(crate) async fn route(request: HttpRequest, port: ByPort, body: Bytes) -> HttpResponse {
-    match *request.method() {
-        Method::PUT => put_route(&request, &port, &body).await,
-        Method::GET => get_route(&request, &port),
-        _ => HttpResponse::MethodNotAllowed()
-            .content_type(JSON)
-            .body("Method not allowed"),
-    }
+fn json(body: Bytes) -> HttpResponse {
+    let content_type = (header::CONTENT_TYPE, header::HeaderValue::from_static(JSON));
+    HttpResponse::Ok().insert_header(content_type).body(body)
 }
 
-async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpResponse {
-    let who = Who::of(request);
+/// The methods of `/route` that there are not.
+pub(crate) async fn no_route() -> HttpResponse {
+    HttpResponse::MethodNotAllowed()
+        .content_type(JSON)
+        .body("Method not allowed")
+}
+
+/// `PUT /route`.
+pub(crate) async fn put_route(request: HttpRequest, port: ByPort, body: Bytes) -> HttpResponse {
+    let who = Who::of(&request);
     let peer_opt = request.peer_addr().map(|peer| peer.ip());
-    let parsed = fields::object(body).and_then(|map| {
+    let parsed = fields::object(&body).and_then(|map| {
         let dialled = map
             .get("rank_ip")
             .and_then(Value::as_str)
@@ -75,7 +88,7 @@ async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpRes
     });
     let registration = match parsed {
         Ok(registration) => registration,
-        Err(reason) => return refused(request, StatusCode::BAD_REQUEST, reason),
+        Err(reason) => return refused(&request, StatusCode::BAD_REQUEST, reason),
     };
     let command = Command::PutRank(Box::new(registration));
     let written = port
@@ -85,7 +98,7 @@ async fn put_route(request: &HttpRequest, port: &ByPort, body: &[u8]) -> HttpRes
         .await;
     match written {
         Ok(_) => text(StatusCode::OK, "OK"),
-        Err(error) => write_error(request, error),
+        Err(error) => write_error(&request, error),
     }
 }
 
@@ -106,16 +119,6 @@ fn write_error(request: &HttpRequest, error: WriteError) -> HttpResponse {
     refused(request, status, error.to_string())
 }
 
-/// The first value of a query parameter, percent-decoded.
-fn parameter(request: &HttpRequest, name: &str) -> Option<String> {
-    let pairs =
-        actix_web::web::Query::<Vec<(String, String)>>::from_query(request.query_string()).ok()?;
-    let found = pairs.iter().find(|(key, _)| key == name);
-    found
-        .map(|(_, value)| value.clone())
-        .filter(|value| !value.is_empty())
-}
-
 fn rank_number(name: &str, value: &str) -> Result<i64, String> {
     let digits = value.strip_prefix('-').unwrap_or(value);
     let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
@@ -123,44 +126,58 @@ fn rank_number(name: &str, value: &str) -> Result<i64, String> {
     number.ok_or_else(|| format!("{name} is {value:?}, expected an integer"))
 }
 
-fn get_route(request: &HttpRequest, port: &ByPort) -> HttpResponse {
-    let names = [
-        "prefill_dp_rank",
-        "prefill_cp_rank",
-        "target_tp_rank",
-        "target_pp_rank",
-    ];
-    let values = names.map(|name| parameter(request, name));
-    if values.iter().any(Option::is_none) {
-        return bad_request("Missing inputs for bootstrap server.");
-    }
-    let mut ranks = [0; 4];
-    for ((slot, name), value) in ranks.iter_mut().zip(names).zip(values) {
-        match rank_number(name, &value.unwrap_or_default()) {
-            Ok(number) => *slot = number,
-            Err(reason) => return bad_request(reason),
+/// The four ranks of a query: the first value of each name counts, and none may be empty.
+fn asked_ranks(query: &str) -> Result<[i64; 4], String> {
+    let mut values = [const { None }; 4];
+    for (name, value) in form_urlencoded::parse(query.as_bytes()) {
+        if let Some(at) = RANK_NAMES.iter().position(|known| *known == name)
+            && let slot @ None = &mut values[at]
+        {
+            *slot = Some(value);
         }
     }
-    let state = port.fleet.registrations.state();
-    let space = state.get(&port.namespace);
-    with_generation(known_route(space, ranks), space)
+    let values = values.map(|value_opt| value_opt.filter(|value| !value.is_empty()));
+    if values.iter().any(Option::is_none) {
+        return Err("Missing inputs for bootstrap server.".to_owned());
+    }
+    let mut ranks = [0; 4];
+    for ((slot, name), value) in ranks
+        .iter_mut()
+        .zip(RANK_NAMES)
+        .zip(values.iter().flatten())
+    {
+        *slot = rank_number(name, value)?;
+    }
+    Ok(ranks)
 }
 
-fn known_route(space: Option<&Namespace>, ranks: [i64; 4]) -> HttpResponse {
-    let complete = space.filter(|space| space.is_complete());
-    let generation = complete.and_then(|space| Some((space, space.generation_opt.as_ref()?)));
-    let Some((space, generation)) = generation else {
-        let registered = space.map_or(0, |space| space.ranks.len());
-        let reason =
-            format!("Prefill server not fully registered yet ({registered} workers registered).");
-        return text(StatusCode::SERVICE_UNAVAILABLE, reason);
+/// `GET /route`.
+pub(crate) async fn get_route(request: HttpRequest, port: ByPort) -> HttpResponse {
+    let ranks = match asked_ranks(request.query_string()) {
+        Ok(ranks) => ranks,
+        Err(reason) => return bad_request(reason),
     };
-    if ranks == [-1; 4] {
-        let topology = topology(&generation.shape, space.release(), generation.http_port);
-        return HttpResponse::Ok().content_type(JSON).body(topology);
-    }
-    let [dp, cp, tp, pp] = ranks;
+    let answers_opt = port.answers();
+    let answers = answers_opt.as_deref();
+    let response = match answers.and_then(|answers| answers.complete_opt.as_ref()) {
+        Some(complete) if ranks == [-1; 4] => json(complete.topology.clone()),
+        Some(complete) => rank_address(complete, ranks),
+        None => {
+            let registered = answers.map_or(0, |answers| answers.registered);
+            text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                format!(
+                    "Prefill server not fully registered yet ({registered} workers registered)."
+                ),
+            )
+        }
+    };
+    with_generation(response, answers)
+}
+
+fn rank_address(complete: &Complete, ranks: [i64; 4]) -> HttpResponse {
     let narrow = |rank: i64| u32::try_from(rank).ok();
+    let [dp, cp, tp, pp] = ranks;
     let id = (|| {
         Some(RankId {
             dp: narrow(dp)?,
@@ -169,114 +186,15 @@ fn known_route(space: Option<&Namespace>, ranks: [i64; 4]) -> HttpResponse {
             pp: narrow(pp)?,
         })
     })();
-    match id.and_then(|id| space.ranks.get(&id)) {
-        Some(rank) => {
-            let ip = python_string(&rank.ip);
-            let body = format!("{{\"rank_ip\": {ip}, \"rank_port\": {}}}", rank.port);
-            HttpResponse::Ok().content_type(JSON).body(body)
-        }
-        None => {
-            let reason = format!(
+    match id.and_then(|id| complete.ranks.get(&id)) {
+        Some(address) => json(address.clone()),
+        None => text(
+            StatusCode::NOT_FOUND,
+            format!(
                 "Bootstrap info not found for dp_rank={dp} cp_rank={cp} tp_rank={tp} pp_rank={pp}"
-            );
-            text(StatusCode::NOT_FOUND, reason)
-        }
-    }
-}
-
-/// The topology in the key order and spacing of SGLang's server, with the keys that the release
-/// which registered knows.
-fn topology(shape: &Shape, release: RouteRelease, http_port: Option<u16>) -> String {
-    let mut pairs: Vec<(&str, String)> = vec![
-        ("attn_tp_size", shape.tp_size.to_string()),
-        ("attn_cp_size", shape.cp_size.to_string()),
-        ("dp_size", shape.dp_size.to_string()),
-        ("pp_size", shape.pp_size.to_string()),
-        ("page_size", shape.page_size.to_string()),
-        ("kv_cache_dtype", python_string(&shape.kv_cache_dtype)),
-        (
-            "follow_bootstrap_room",
-            shape.follow_bootstrap_room.to_string(),
+            ),
         ),
-    ];
-    if release >= RouteRelease::V0517 {
-        pairs.push((
-            "enable_dsa_cache_layer_split",
-            shape.enable_dsa_cache_layer_split.to_string(),
-        ));
     }
-    if release >= RouteRelease::V0521
-        && let Some(layout) = &shape.dsv41_spec_layout
-    {
-        pairs.push(("dsv41_spec_layout", python_json(layout)));
-    }
-    if release >= RouteRelease::V0523
-        && let Some(layout) = &shape.kv_layout
-    {
-        pairs.push(("kv_layout", python_string(layout)));
-    }
-    if release >= RouteRelease::V0522 {
-        pairs.push((
-            "decode_allocation_policy",
-            python_string(&shape.decode_allocation_policy),
-        ));
-    }
-    if release >= RouteRelease::V0523 {
-        pairs.push((
-            "enable_kv_cache_sharding",
-            shape.enable_kv_cache_sharding.to_string(),
-        ));
-    }
-    if release >= RouteRelease::V0517 {
-        let port = http_port.map_or_else(|| "null".to_owned(), |port| port.to_string());
-        pairs.push(("prefill_http_port", port));
-    }
-    let absent = [
-        "target_tp_rank",
-        "target_tp_ranks",
-        "target_cp_ranks",
-        "target_pp_ranks",
-        "required_dst_info_num",
-        "required_prefill_response_num",
-    ];
-    pairs.extend(absent.map(|name| (name, "null".to_owned())));
-    let pairs = pairs
-        .iter()
-        .map(|(name, value)| format!("\"{name}\": {value}"));
-    format!("{{{}}}", pairs.collect::<Vec<_>>().join(", "))
-}
-
-/// JSON as Python's `json.dumps` writes it: a space behind separators, ASCII only.
-fn python_json(value: &Value) -> String {
-    match value {
-        Value::Array(items) => {
-            let items = items.iter().map(python_json).collect::<Vec<_>>();
-            format!("[{}]", items.join(", "))
-        }
-        Value::Object(map) => {
-            let pairs = map
-                .iter()
-                .map(|(key, value)| format!("{}: {}", python_string(key), python_json(value)));
-            format!("{{{}}}", pairs.collect::<Vec<_>>().join(", "))
-        }
-        Value::String(text) => python_string(text),
-        other => other.to_string(),
-    }
-}
-
-fn python_string(text: &str) -> String {
-    let json = Value::from(text).to_string();
-    let mut escaped = String::with_capacity(json.len());
-    for character in json.chars() {
-        if character.is_ascii() {
-            escaped.push(character);
-        } else {
-            for unit in character.encode_utf16(&mut [0; 2]) {
-                escaped.push_str(&format!("\\u{unit:04x}"));
-            }
-        }
-    }
-    escaped
 }
 
 /// `POST /register_dp_rank`.
@@ -324,39 +242,65 @@ pub(crate) async fn query_dp_ranks(
     if *request.method() != Method::POST {
         return not_allowed("POST");
     }
-    let parsed = fields::object(&body).and_then(|map| {
-        let rooms = map
-            .get("bootstrap_rooms")
-            .ok_or("bootstrap_rooms is missing")?;
-        let rooms = rooms.as_array().ok_or("bootstrap_rooms is no list")?;
-        if rooms.len() > MAX_QUERY_ROOMS {
-            return Err(format!(
-                "{} rooms, at most {MAX_QUERY_ROOMS} can be asked for",
-                rooms.len()
-            ));
-        }
-        rooms
-            .iter()
-            .map(|room| fields::whole(room, "a room", 0, MAX_ROOM))
-            .collect()
-    });
-    let asked: Vec<u64> = match parsed {
+    let asked = match asked_rooms(&body) {
         Ok(asked) => asked,
         Err(reason) => return bad_request(reason),
     };
-    let (rooms, now) = (port.rooms(), Instant::now());
-    let mut seen = std::collections::HashSet::new();
-    let known = asked
+    let response = json(dp_ranks(&asked, &port.rooms()).into());
+    with_generation(response, port.answers().as_deref())
+}
+
+#[derive(serde::Deserialize)]
+struct RoomQuery {
+    bootstrap_rooms: Vec<u64>,
+}
+
+/// What SGLang sends is read in one pass; a body that has anything else is read again by the same
+/// rules as all others, which find what is wrong with it.
+fn asked_rooms(body: &[u8]) -> Result<Vec<u64>, fields::FieldError> {
+    if body.starts_with(b"{")
+        && let Ok(RoomQuery { bootstrap_rooms }) = serde_json::from_slice(body)
+        && bootstrap_rooms.len() <= MAX_QUERY_ROOMS
+        && bootstrap_rooms.iter().all(|room| *room <= MAX_ROOM)
+    {
+        return Ok(bootstrap_rooms);
+    }
+    let map = fields::object(body)?;
+    let rooms = map
+        .get("bootstrap_rooms")
+        .ok_or("bootstrap_rooms is missing")?;
+    let rooms = rooms.as_array().ok_or("bootstrap_rooms is no list")?;
+    if rooms.len() > MAX_QUERY_ROOMS {
+        return Err(format!(
+            "{} rooms, at most {MAX_QUERY_ROOMS} can be asked for",
+            rooms.len()
+        ));
+    }
+    rooms
         .iter()
-        .filter(|room| seen.insert(**room))
-        .filter_map(|room| {
-            let dp_rank = rooms.get(*room, now)?;
-            Some(format!("\"{room}\": {dp_rank}"))
-        });
-    let body = format!("{{{}}}", known.collect::<Vec<_>>().join(", "));
-    let state = port.fleet.registrations.state();
-    let response = HttpResponse::Ok().content_type(JSON).body(body);
-    with_generation(response, state.get(&port.namespace))
+        .map(|room| fields::whole(room, "a room", 0, MAX_ROOM))
+        .collect()
+}
+
+/// The rooms that are known with their ranks as JSON, in the order in which they are asked for.
+fn dp_ranks(asked: &[u64], rooms: &Rooms) -> Vec<u8> {
+    let now = Instant::now();
+    let mut seen: HashSet<u64, RandomState> =
+        HashSet::with_capacity_and_hasher(asked.len(), RandomState::default());
+    let mut body = Vec::with_capacity(asked.len() * ROOM_BYTES + 2);
+    let mut numbers = (itoa::Buffer::new(), itoa::Buffer::new());
+    body.push(b'{');
+    for room in asked {
+        let Some(dp_rank) = rooms.get(*room, now).filter(|_| seen.insert(*room)) else {
+            continue;
+        };
+        body.extend_from_slice(if body.len() == 1 { b"\"" } else { b", \"" });
+        body.extend_from_slice(numbers.0.format(*room).as_bytes());
+        body.extend_from_slice(b"\": ");
+        body.extend_from_slice(numbers.1.format(dp_rank).as_bytes());
+    }
+    body.push(b'}');
+    body
 }
 
 /// `GET /health`. A stock decode tells a dead prefill by this call alone.
@@ -368,6 +312,5 @@ pub(crate) async fn health(request: HttpRequest, port: ByPort) -> HttpResponse {
         None => text(StatusCode::OK, "OK"),
         Some(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
     };
-    let state = port.fleet.registrations.state();
-    with_generation(response, state.get(&port.namespace))
+    with_generation(response, port.answers().as_deref())
 }

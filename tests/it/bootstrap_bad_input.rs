@@ -6,6 +6,7 @@ use std::net::TcpStream;
 use serde_json::{Value, json};
 use tests::http::{Reply, Request, exchange_and_hang_up};
 use tests::process::BootstrapServer;
+use tests::random::Random;
 use tests::registrations::{route_body, route_path, topology_path, with};
 
 fn put(server: &BootstrapServer, body: &Value) -> Reply {
@@ -19,30 +20,6 @@ fn status(server: &BootstrapServer, path: &str) -> u16 {
 fn start() -> (BootstrapServer, tempfile::TempDir) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     (BootstrapServer::start(folder.path(), &[]), folder)
-}
-
-/// SplitMix64; a test prints its seed.
-struct Random(u64);
-
-impl Random {
-    fn new() -> Self {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        let fresh = now.map_or(1, |since| since.as_nanos() as u64);
-        let given = std::env::var("FERRY_SEED")
-            .ok()
-            .and_then(|seed| seed.parse().ok());
-        let seed = given.unwrap_or(fresh);
-        println!("FERRY_SEED={seed}");
-        Self(seed)
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((mixed ^ (mixed >> 31)) % bound as u64) as usize
-    }
 }
 
 #[test]

@@ -469,7 +469,7 @@ fn a_value_of_an_unknown_version_is_refused_at_the_start() {
     let database = sled::open(folder.path().join("store-1")).expect("the store opens");
     let (key, value) = database
         .iter()
-        .next()
+        .last()
         .expect("a value")
         .expect("it can be read");
     let mut newer = value.to_vec();

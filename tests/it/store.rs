@@ -163,10 +163,11 @@ fn a_failing_fdatasync_is_never_a_200_and_new_files_follow() {
     }
     let data = folder.path().join("data");
     let mut command = Command::new("strace");
-    // strace counts for each thread: this is the second change of the writer's.
+    // strace counts for each thread. The first call of the store's is that of the start, so this
+    // is the second change.
     command
         .args(["-f", "-y", "-e", "trace=fdatasync", "-e"])
-        .arg("inject=fdatasync:error=EIO:when=2")
+        .arg("inject=fdatasync:error=EIO:when=3")
         .arg("-o")
         .arg(&trace)
         .arg(program("bootstrap-server"));
@@ -224,26 +225,53 @@ fn a_failing_fdatasync_is_never_a_200_and_new_files_follow() {
 struct SmallDisk {
     holder: Child,
     folder: PathBuf,
+    /// The namespaces that it has of its own, as options of `unshare` and `nsenter`.
+    namespaces: &'static [&'static str],
 }
 
 impl SmallDisk {
+    /// As anybody, where the kernel lets everybody have namespaces, else as root.
     fn new(folder: &Path, mebibytes: u32) -> Result<Self, String> {
+        let own_user = Self::mount(folder, mebibytes, &["--user", "--mount"]);
+        own_user.or_else(|reason| {
+            let as_root = Self::mount(folder, mebibytes, &["--mount"]);
+            as_root.map_err(|other| format!("{reason}; {other}"))
+        })
+    }
+
+    fn mount(
+        folder: &Path,
+        mebibytes: u32,
+        namespaces: &'static [&'static str],
+    ) -> Result<Self, String> {
         let script = format!(
             "mount -t tmpfs -o size={mebibytes}m none {0} && touch {0}/mounted && exec sleep 600",
             folder.display()
         );
-        let holder = Command::new("unshare")
-            .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
+        let mut command = Command::new("unshare");
+        command.args(namespaces);
+        if namespaces.contains(&"--user") {
+            command.arg("--map-root-user");
+        }
+        let holder = command
+            .args(["sh", "-c", &script])
             .stdin(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .map_err(|error| format!("unshare cannot be started: {error}"))?;
         let folder = folder.to_owned();
-        let mut disk = Self { holder, folder };
+        let mut disk = Self {
+            holder,
+            folder,
+            namespaces,
+        };
         let mounted = wait_for("a small tmpfs", || {
             let ended = disk.holder.try_wait().expect("it can be waited for");
             match ended {
-                Some(status) => Some(Err(format!("no tmpfs can be mounted: {status}"))),
+                Some(status) => {
+                    let reason = format!("no tmpfs with unshare {namespaces:?}: {status}");
+                    Some(Err(reason))
+                }
                 None => disk.path("mounted").exists().then_some(Ok(())),
             }
         });
@@ -260,11 +288,10 @@ impl SmallDisk {
     /// A command that runs in its namespace.
     fn inside(&self) -> Command {
         let mut command = Command::new("nsenter");
-        command.arg(format!("--target={}", self.holder.id())).args([
-            "--user",
-            "--mount",
-            "--preserve-credentials",
-        ]);
+        command
+            .arg(format!("--target={}", self.holder.id()))
+            .args(self.namespaces)
+            .arg("--preserve-credentials");
         command
     }
 

@@ -6,6 +6,7 @@
 pub mod bootstrap_model;
 pub mod http;
 pub mod process;
+pub mod random;
 pub mod registrations;
 pub mod service;
 pub mod sglang;

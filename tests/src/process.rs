@@ -224,6 +224,18 @@ impl BootstrapServer {
         value.and_then(|value| value.parse().ok())
     }
 
+    /// Its resident memory.
+    ///
+    /// # Panics
+    /// When it does not run.
+    pub fn resident_mib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()));
+        let status = status.expect("the server runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        kib.expect("the kernel tells") / 1024
+    }
+
     /// Ends it the hard way, as a crash would.
     ///
     /// # Panics

@@ -48,6 +48,7 @@ pub enum Current {
 #[derive(Debug)]
 pub struct DataFolder {
     path: PathBuf,
+    last_number: u64,
     _lock: File,
 }
 
@@ -66,6 +67,7 @@ impl DataFolder {
         match lock.try_lock() {
             Ok(()) => Ok(Self {
                 path: path.to_owned(),
+                last_number: 0,
                 _lock: lock,
             }),
             Err(TryLockError::WouldBlock) => {
@@ -146,9 +148,11 @@ impl DataFolder {
     ///
     /// # Errors
     /// When it cannot be made.
-    pub fn next(&self) -> io::Result<PathBuf> {
-        let highest = self.numbers()?.into_iter().max().unwrap_or_default();
-        let next = self.path.join(format!("{PREFIX}{}", highest + 1));
+    pub fn next(&mut self) -> io::Result<PathBuf> {
+        // A number is never used twice: a write that hung may still go on in its folder.
+        let highest = self.numbers()?.into_iter().chain([self.last_number]).max();
+        self.last_number = highest.unwrap_or_default() + 1;
+        let next = self.path.join(format!("{PREFIX}{}", self.last_number));
         fs::create_dir(&next)?;
         Ok(next)
     }
@@ -198,13 +202,28 @@ impl DataFolder {
                 continue;
             }
             if entry.file_type()?.is_dir() {
-                fs::remove_dir_all(entry.path())?;
+                remove_folder(&entry.path())?;
             } else {
                 fs::remove_file(entry.path())?;
             }
         }
         Ok(())
     }
+}
+
+/// Removes a folder of values, and its space although a write that hung may hold its files.
+///
+/// # Errors
+/// When it cannot be removed.
+pub(super) fn remove_folder(path: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            // If it cannot be cut, removing it is all that can be done.
+            let _ = fs::write(entry.path(), b"");
+        }
+    }
+    fs::remove_dir_all(path)
 }
 
 /// Synchronises every file and folder below one, and the folder that it stands in.
@@ -227,7 +246,7 @@ mod tests {
     #[test]
     fn a_folder_counts_from_the_switch_on_and_the_others_go() {
         let home = tempfile::tempdir().unwrap();
-        let data = DataFolder::open(home.path()).unwrap();
+        let mut data = DataFolder::open(home.path()).unwrap();
         assert!(matches!(
             DataFolder::open(home.path()),
             Err(StoreError::Open { .. })
@@ -242,6 +261,9 @@ mod tests {
         assert_eq!(data.current().unwrap(), Current::Folder(next.clone()));
         data.remove_others(&next).unwrap();
         assert!(!home.path().join("db").exists() && next.is_dir());
+        assert_eq!(data.next().unwrap(), home.path().join("store-2"));
+        fs::remove_dir(home.path().join("store-2")).unwrap();
+        assert_eq!(data.next().unwrap(), home.path().join("store-3"));
     }
 
     #[test]

@@ -12,6 +12,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 
+use foldhash::fast::RandomState;
+
 use super::{Lost, shown_key};
 
 /// The journal of one folder of values.
@@ -22,7 +24,10 @@ pub struct Journal {
 }
 
 /// What was acknowledged of each key: the number of its last change, and whether it has a value.
-pub type Acknowledged = HashMap<Vec<u8>, (u64, bool)>;
+pub type Acknowledged = HashMap<Vec<u8>, (u64, bool), RandomState>;
+
+/// The number of each value's last change.
+pub type Found<'key> = HashMap<&'key [u8], u64, RandomState>;
 
 impl Journal {
     /// Begins one.
@@ -49,7 +54,8 @@ impl Journal {
         let mut lines = String::new();
         for (key, is_kept) in changes {
             let sign = if is_kept { '+' } else { '-' };
-            let line = format!("{commit} {sign} {}", hex::encode(key));
+            let key = serde_json::to_string(&String::from_utf8_lossy(key))?;
+            let line = format!("{commit} {sign} {key}");
             let sum = crc32fast::hash(line.as_bytes());
             lines.push_str(&format!("{sum:08x} {line}\n"));
         }
@@ -69,7 +75,7 @@ impl Journal {
     /// When the file cannot be read.
     pub fn read(path: &Path) -> io::Result<(Acknowledged, usize)> {
         let bytes = std::fs::read(path)?;
-        let mut acknowledged = Acknowledged::new();
+        let mut acknowledged = Acknowledged::default();
         let mut damaged = 0;
         for line in bytes.split(|byte| *byte == b'\n') {
             match parse(line) {
@@ -89,19 +95,24 @@ fn parse(line: &[u8]) -> Option<(Vec<u8>, u64, bool)> {
     if u32::from_str_radix(sum, 16).ok()? != crc32fast::hash(line.as_bytes()) {
         return None;
     }
-    let mut words = line.split(' ');
+    let mut words = line.splitn(3, ' ');
     let commit = words.next()?.parse().ok()?;
     let is_kept = words.next()? == "+";
-    Some((hex::decode(words.next()?).ok()?, commit, is_kept))
+    let key: String = serde_json::from_str(words.next()?).ok()?;
+    Some((key.into_bytes(), commit, is_kept))
 }
 
-/// What is not as it was acknowledged. `found` has the number of each value's last change.
-pub fn lost(acknowledged: &Acknowledged, found: &HashMap<&[u8], u64>) -> Vec<Lost> {
+/// What is not as it was acknowledged. `found` has the number of each value's last change, and
+/// `last` is the number of the last change among the values. If that is not in the journal yet,
+/// what is missing may have been deleted by it.
+pub fn lost(acknowledged: &Acknowledged, found: &Found<'_>, last: u64) -> Vec<Lost> {
+    let known = acknowledged.values().map(|(commit, _)| *commit).max();
+    let is_behind = known.is_none_or(|known| known < last);
     let mut lost: Vec<Lost> = acknowledged
         .iter()
         .filter_map(|(key, (commit, is_kept))| {
             let what = match (found.get(key.as_slice()), is_kept) {
-                (None, true) => "it is gone",
+                (None, true) if !is_behind => "it is gone",
                 (Some(found), true) if found < commit => "its last change is gone",
                 (Some(found), false) if found < commit => "it was deleted and is back",
                 _ => return None,
@@ -150,8 +161,14 @@ mod tests {
         let keys: [&[u8]; 3] = [b"kept", b"old", b"back"];
         let found = keys.map(|key| (key, 1)).into_iter().collect();
         assert_eq!(
-            named(&lost(&acknowledged, &found), 2),
+            named(&lost(&acknowledged, &found, 1), 2),
             "back (it was deleted and is back), gone (it is gone) and 1 more"
+        );
+        let behind = lost(&acknowledged, &found, 3);
+        assert_eq!(
+            named(&behind, 9),
+            "back (it was deleted and is back), old (its last change is gone)",
+            "a change that the journal does not know may have deleted what is not there"
         );
     }
 }

@@ -10,6 +10,7 @@ mod folder;
 mod journal;
 mod memory;
 mod sled;
+mod values;
 
 use crate::error::StoreError;
 
