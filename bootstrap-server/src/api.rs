@@ -301,6 +301,16 @@ pub enum EventKind {
 }
 
 impl EventKind {
+    /// Every kind.
+    pub const ALL: [Self; 6] = [
+        Self::Registration,
+        Self::Generation,
+        Self::Reachability,
+        Self::Operator,
+        Self::Store,
+        Self::Failure,
+    ];
+
     /// As JSON and queries name it.
     pub const fn name(self) -> &'static str {
         match self {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use prometheus::IntCounterVec;
 use tokio::sync::broadcast;
 
 use crate::api::{Event, EventKind, EventList};
@@ -17,6 +18,7 @@ const MAX_LAG: usize = 256;
 #[derive(Debug)]
 pub struct Events {
     history: Mutex<History>,
+    counted: IntCounterVec,
     followers: broadcast::Sender<Event>,
 }
 
@@ -33,8 +35,12 @@ fn now_ms() -> u64 {
     })
 }
 
-impl Default for Events {
-    fn default() -> Self {
+impl Events {
+    /// An empty history. What happens is counted, by kind.
+    pub fn new(counted: IntCounterVec) -> Self {
+        for kind in EventKind::ALL {
+            counted.with_label_values(&[kind.name()]).inc_by(0);
+        }
         // Numbers go on where those of the process before this one cannot have come to, so that
         // whoever followed that one misses nothing of this one.
         let history = History {
@@ -43,18 +49,18 @@ impl Default for Events {
         };
         Self {
             history: Mutex::new(history),
+            counted,
             followers: broadcast::Sender::new(MAX_LAG),
         }
     }
-}
 
-impl Events {
     fn lock(&self) -> MutexGuard<'_, History> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records something, of one engine or of all.
     pub fn record(&self, kind: EventKind, namespace_opt: Option<&str>, message: String) {
+        self.counted.with_label_values(&[kind.name()]).inc();
         let at_ms = now_ms();
         let mut history = self.lock();
         history.last_id += 1;
@@ -103,10 +109,15 @@ impl Events {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::Metrics;
+
+    fn events() -> Events {
+        Events::new(Metrics::new().expect("names are registered once").events)
+    }
 
     #[test]
     fn the_history_is_bounded_and_pages_do_not_skip() {
-        let events = Events::default();
+        let events = events();
         for number in 0..MAX_EVENTS + 10 {
             let namespace = if number % 2 == 0 { "even" } else { "odd" };
             events.record(EventKind::Operator, Some(namespace), number.to_string());
@@ -132,10 +143,11 @@ mod tests {
 
     #[test]
     fn followers_see_what_happens_in_order() {
-        let events = Events::default();
+        let events = events();
         let mut follower = events.follow();
         events.record(EventKind::Store, None, "first".to_owned());
         events.record(EventKind::Store, None, "second".to_owned());
+        assert_eq!(events.counted.with_label_values(&["store"]).get(), 2);
         assert_eq!(follower.try_recv().unwrap().message, "first");
         assert_eq!(follower.try_recv().unwrap().message, "second");
     }

@@ -221,6 +221,11 @@ impl Fleet {
             let number = probed.iter().filter(|(_, found)| *found == wanted).count();
             set(&self.metrics.ranks_probed, &[namespace, name], number);
         }
+        let is_draining = space.draining_since_opt.is_some();
+        set(&self.metrics.draining, &labels, usize::from(is_draining));
+        let reports = self.reports.ages(namespace, Instant::now());
+        set(&self.metrics.reports, &[namespace, "fresh"], reports.fresh);
+        set(&self.metrics.reports, &[namespace, "stale"], reports.stale);
         // A label set that has not moved yet is shown as 0, so that queries find it.
         let counters = [&self.metrics.generations, &self.metrics.unknown_fields];
         for counter in counters {

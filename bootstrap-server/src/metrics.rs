@@ -28,6 +28,9 @@ pub struct Metrics {
     pub rooms: IntGaugeVec,
     pub rooms_evicted: IntCounterVec,
     pub ranks_probed: IntGaugeVec,
+    pub reports: IntGaugeVec,
+    pub draining: IntGaugeVec,
+    pub events: IntCounterVec,
     pub unknown_fields: IntCounterVec,
     pub store_seconds: Histogram,
     pub store_read_only: IntGauge,
@@ -156,6 +159,21 @@ impl Metrics {
                 names::BOOTSTRAP_RANKS_PROBED,
                 "ranks by what the last probes found",
                 &[names::LABEL_NAMESPACE, names::LABEL_STATE],
+            )?,
+            reports: gauge(
+                names::BOOTSTRAP_REPORTS,
+                "rank actors by the age of their last report",
+                &[names::LABEL_NAMESPACE, names::LABEL_STATE],
+            )?,
+            draining: gauge(
+                names::BOOTSTRAP_DRAINING,
+                "1 while the engine takes no new rooms",
+                &namespace,
+            )?,
+            events: counter(
+                names::BOOTSTRAP_EVENTS,
+                "what happened, by kind",
+                &[names::LABEL_KIND],
             )?,
             unknown_fields: counter(
                 names::BOOTSTRAP_UNKNOWN_FIELDS,

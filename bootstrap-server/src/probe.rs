@@ -65,7 +65,7 @@ impl std::fmt::Display for Place {
 }
 
 /// What probes have found.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Probes {
     allowed: Vec<IpNet>,
     /// Misses in a row after which a place is unreachable.
@@ -263,10 +263,16 @@ impl Probes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::metrics::Metrics;
+
+    fn events() -> Arc<Events> {
+        let metrics = Metrics::new().expect("names are registered once");
+        Arc::new(Events::new(metrics.events))
+    }
 
     #[test]
     fn misses_in_a_row_make_a_place_unreachable_and_one_hit_reachable() {
-        let events = Arc::new(Events::default());
+        let events = events();
         let probes = Probes::new(Vec::new(), 2, Arc::clone(&events));
         let place = Place::registration("default", "engine");
         let record = |answered| probes.record(place.clone(), "10.0.0.1:5".to_owned(), answered);
@@ -323,7 +329,7 @@ mod tests {
             "203.0.113.0/24".parse().unwrap(),
             "fd00::/8".parse().unwrap(),
         ];
-        let probes = Probes::new(networks, 1, Arc::default());
+        let probes = Probes::new(networks, 1, events());
         for (instance, allowed) in [
             ("203.0.113.7:5", true),
             ("[::ffff:203.0.113.7]:5", true),
@@ -335,7 +341,7 @@ mod tests {
             let target = probes.target(instance, true);
             assert_eq!(target.is_some(), allowed, "{instance}");
         }
-        let default = Probes::default();
+        let default = Probes::new(Vec::new(), 2, events());
         let here = "10.0.0.1:5";
         assert_eq!(default.target(here, true), Some(here.parse().unwrap()));
         assert_eq!(default.target(here, false), None);

@@ -29,6 +29,25 @@ struct Kept {
     report: RankReport,
 }
 
+impl Kept {
+    fn age_seconds(&self, now: Instant) -> u64 {
+        now.duration_since(self.came_at).as_secs()
+    }
+
+    fn is_stale(&self, now: Instant) -> bool {
+        self.age_seconds(now) > MISSES * self.report.interval_seconds.max(1)
+    }
+}
+
+/// How many reports there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ages {
+    /// Those that came when they were due.
+    pub fresh: usize,
+    /// Those whose successors are missing.
+    pub stale: usize,
+}
+
 impl Reports {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<(String, String), Kept>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -78,6 +97,25 @@ impl Reports {
         Ok(news)
     }
 
+    /// How many reports of an engine are fresh, and how many are not.
+    pub fn ages(&self, namespace: &str, now: Instant) -> Ages {
+        let kept = self.lock();
+        let first = (namespace.to_owned(), String::new());
+        let of_engine = kept
+            .range(first..)
+            .take_while(|((owner, _), _)| owner == namespace)
+            .filter(|(_, known)| now.duration_since(known.came_at) < LIFETIME);
+        let mut ages = Ages::default();
+        for (_, known) in of_engine {
+            if known.is_stale(now) {
+                ages.stale += 1;
+            } else {
+                ages.fresh += 1;
+            }
+        }
+        ages
+    }
+
     /// The reports behind a place that are wanted, at most `limit` of them.
     pub fn after(
         &self,
@@ -93,15 +131,12 @@ impl Reports {
         let behind = kept.range((from, Bound::Unbounded));
         let wanted =
             behind.filter(|((namespace, _), _)| namespace_opt.is_none_or(|only| only == namespace));
-        let shown = wanted.map(|((namespace, engine_key), known)| {
-            let age = now.duration_since(known.came_at).as_secs();
-            Report {
-                namespace: namespace.clone(),
-                engine_key: engine_key.clone(),
-                age_seconds: age,
-                stale: age > MISSES * known.report.interval_seconds.max(1),
-                report: known.report.clone(),
-            }
+        let shown = wanted.map(|((namespace, engine_key), known)| Report {
+            namespace: namespace.clone(),
+            engine_key: engine_key.clone(),
+            age_seconds: known.age_seconds(now),
+            stale: known.is_stale(now),
+            report: known.report.clone(),
         });
         shown.take(limit).collect()
     }
@@ -136,6 +171,11 @@ mod tests {
         let shown =
             |seconds| reports.after(None, 9, Some("a"), begin + Duration::from_secs(seconds));
         assert!(!shown(15)[0].stale && shown(16)[0].stale);
+        let ages = |seconds| reports.ages("a", begin + Duration::from_secs(seconds));
+        assert_eq!(ages(15), Ages { fresh: 1, stale: 0 });
+        assert_eq!(ages(16), Ages { fresh: 0, stale: 1 });
+        assert_eq!(ages(600), Ages::default());
+        assert_eq!(reports.ages("", begin), Ages::default());
         assert!(shown(600).is_empty());
         assert!(reports.after(None, 9, Some("b"), begin).is_empty());
     }

@@ -82,7 +82,7 @@ impl Server {
             StoreKind::Sled => Box::new(SledStore::open(&config.data_dir)?),
         };
         let metrics = Metrics::new().map_err(|error| ServeError::Metrics(error.to_string()))?;
-        let events = Arc::new(Events::default());
+        let events = Arc::new(Events::new(metrics.events.clone()));
         let registrations = Registrations::start(
             store,
             config.damaged_store,

@@ -66,6 +66,12 @@ pub const BOOTSTRAP_ROOMS: &str = "ferry_bootstrap_rooms_current_count";
 pub const BOOTSTRAP_ROOMS_EVICTED: &str = "ferry_bootstrap_rooms_evicted_total";
 /// Ranks whose address answered the last probe; labels namespace, state.
 pub const BOOTSTRAP_RANKS_PROBED: &str = "ferry_bootstrap_ranks_probed_count";
+/// Rank actors whose last report is fresh or stale; labels namespace, state.
+pub const BOOTSTRAP_REPORTS: &str = "ferry_bootstrap_reports_current_count";
+/// 1 while an engine takes no new rooms, else 0; label namespace.
+pub const BOOTSTRAP_DRAINING: &str = "ferry_bootstrap_draining_state";
+/// What happened, by its kind in the history of events; label kind.
+pub const BOOTSTRAP_EVENTS: &str = "ferry_bootstrap_events_total";
 /// Fields of registrations that no known release sends; label namespace.
 pub const BOOTSTRAP_UNKNOWN_FIELDS: &str = "ferry_bootstrap_unknown_fields_total";
 /// Seconds to make one change durable.
@@ -97,7 +103,7 @@ pub const LABEL_NAMESPACE: &str = "namespace";
 pub const LABEL_ROUTE: &str = "route";
 /// Label: an HTTP status code.
 pub const LABEL_CODE: &str = "code";
-/// Label: reachable or unreachable.
+/// Label: what a probe found of a rank, or how old its report is.
 pub const LABEL_STATE: &str = "state";
 
 /// Value of [`LABEL_COMPONENT`]: the paged KV cache.
@@ -145,6 +151,9 @@ pub const ALL: &[&str] = &[
     BOOTSTRAP_ROOMS,
     BOOTSTRAP_ROOMS_EVICTED,
     BOOTSTRAP_RANKS_PROBED,
+    BOOTSTRAP_REPORTS,
+    BOOTSTRAP_DRAINING,
+    BOOTSTRAP_EVENTS,
     BOOTSTRAP_UNKNOWN_FIELDS,
     BOOTSTRAP_STORE_SECONDS,
     BOOTSTRAP_STORE_READ_ONLY,

@@ -11,6 +11,8 @@ use tests::http::Request;
 use tests::process::{BootstrapServer, PATIENCE, program, signal, wait_for};
 use tests::registrations::{registration_body, registration_path, route_body};
 
+use crate::certificates::Authority;
+
 fn ctl(admin: SocketAddr, arguments: &[&str]) -> Command {
     let mut command = Command::new(program("bootstrap-server"));
     command
@@ -316,4 +318,75 @@ fn events_are_followed_over_a_restart_of_the_server_and_end_with_an_interrupt() 
     wait_for("the end of the client", || {
         following.child.try_wait().expect("it can be waited for")
     });
+}
+
+#[test]
+fn it_shows_a_token_and_a_certificate_over_tls() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let authority = Authority::new("fleet");
+    let write = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).expect("a file");
+        path.into_os_string().into_string().expect("text")
+    };
+    let (certificate, key) = authority.sign("server.fleet", 2100);
+    let (certificate, key) = (write("server.pem", &certificate), write("server.key", &key));
+    let (shown, shown_key) = authority.sign("operator.fleet", 2100);
+    let (shown, shown_key) = (write("own.pem", &shown), write("own.key", &shown_key));
+    let trusted = write("ca.pem", &authority.certificate);
+    let other = write("other.pem", &Authority::new("other").certificate);
+    let token = write("token", "a-secret-of-operators\n");
+    let mut command = Command::new(program("bootstrap-server"));
+    command.args(["--listen", "127.0.0.1:0=a"]);
+    command.args(["--admin-listen", "https://127.0.0.1:0"]);
+    command.args(["--admin-token-file", &token, "--tls-client-ca", &trusted]);
+    command.args(["--tls-cert", &certificate, "--tls-key", &key]);
+    command.arg("--data-dir").arg(folder.path().join("data"));
+    let server = BootstrapServer::spawn_tls(&mut command);
+    let put = Request::put("/route", &route_body(1, 0, 41000, 64));
+    assert_eq!(server.send(&put).status, 200);
+    let url = format!("https://{}", server.admin());
+    let run = |arguments: &[&str]| {
+        let mut command = ctl(server.admin(), &["engines"]);
+        let output = command.args(["--url", &url]).args(arguments).output();
+        let output = output.expect("the client starts");
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).expect("text");
+        let code = output.status.code().expect("it was not killed");
+        (code, text(output.stdout), text(output.stderr))
+    };
+    let identity = ["--cert-file", &shown, "--key-file", &shown_key];
+    let whole = [
+        &["--ca-file", &trusted, "--token-file", &token],
+        &identity[..],
+    ]
+    .concat();
+    let (code, engines, errors) = run(&whole);
+    assert_eq!((code, errors.as_str()), (0, ""));
+    assert_eq!(
+        words(&engines)[1][..3],
+        ["a", "serving", "1/1"],
+        "{engines}"
+    );
+
+    let no_token = [&["--ca-file", &trusted], &identity[..]].concat();
+    let stranger = [
+        &["--ca-file", &other, "--token-file", &token],
+        &identity[..],
+    ]
+    .concat();
+    for (what, arguments, code, told) in [
+        ("no token", no_token, 1, "token"),
+        ("a stranger's server", stranger, 3, "certificate"),
+        (
+            "no certificate",
+            vec!["--ca-file", &trusted, "--token-file", &token],
+            3,
+            "ertificate",
+        ),
+        ("no authority", vec!["--token-file", &token], 2, "--ca-file"),
+    ] {
+        let (ended, output, errors) = run(&arguments);
+        assert_eq!((ended, output.as_str()), (code, ""), "{what}: {errors}");
+        assert!(errors.contains(told), "{what}: {errors}");
+    }
 }

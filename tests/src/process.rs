@@ -147,13 +147,7 @@ impl BootstrapServer {
     /// # Panics
     /// When it does not become ready.
     pub fn spawn(command: &mut Command) -> Self {
-        let (child, mut engines) = spawn_ready(command);
-        let admin = engines.pop().expect("the admin port is the last");
-        let server = Self {
-            child,
-            engines,
-            admin,
-        };
+        let server = Self::spawn_tls(command);
         wait_for("GET /metrics", || {
             server
                 .try_send(&Request::get("/metrics"))
@@ -161,6 +155,20 @@ impl BootstrapServer {
                 .filter(|reply| reply.status == 200)
         });
         server
+    }
+
+    /// Starts a command whose admin port speaks TLS, and waits for its ready line.
+    ///
+    /// # Panics
+    /// When it does not come.
+    pub fn spawn_tls(command: &mut Command) -> Self {
+        let (child, mut engines) = spawn_ready(command);
+        let admin = engines.pop().expect("the admin port is the last");
+        Self {
+            child,
+            engines,
+            admin,
+        }
     }
 
     /// Where its first engine's ranks and decodes reach it.
@@ -199,9 +207,10 @@ impl BootstrapServer {
     pub fn try_send(&self, request: &Request) -> std::io::Result<Reply> {
         let path = request.path.as_str();
         let is_admin = ["/", "/metrics"].contains(&path)
-            || path.starts_with("/page/")
-            || path.starts_with("/v1/engines")
-            || path.starts_with("/v1/health");
+            || ["/page/", "/v1/engines", "/v1/events", "/v1/health"]
+                .iter()
+                .any(|prefix| path.starts_with(prefix))
+            || path.split('?').next() == Some("/v1/reports");
         request.send(if is_admin { self.admin } else { self.address() })
     }
 

@@ -5,6 +5,7 @@ mod api;
 mod attach;
 mod engine_death;
 mod live_metrics;
+mod reports;
 mod starts;
 
 use std::fs::File;
