@@ -36,6 +36,7 @@ test: cargo system-packages sglang nextest test-python test-page ## Runs every t
 	$(CARGO) build --workspace --locked --bins
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
 	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
+	$(FERRY_PYTHON) tests/conformance/endurance.py
 	$(CARGO) nextest run --workspace --locked --no-fail-fast
 	@if [[ -s $(FERRY_SKIP_LOG) ]]; then \
 	  echo "skipped for what this machine lacks: $$(wc -l < $(FERRY_SKIP_LOG))"; cat $(FERRY_SKIP_LOG); \
@@ -79,6 +80,7 @@ verbs-packages:
 test-sglang: cargo sglang wheel nextest ## SGLang's own classes as the other side, and on both sides over our Python module (part of `test`)
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
 	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
+	$(FERRY_PYTHON) tests/conformance/endurance.py
 	$(CARGO) build --workspace --locked --bins
 	$(CARGO) nextest run --package tests --locked --no-fail-fast conformance
 

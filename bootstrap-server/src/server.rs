@@ -26,6 +26,8 @@ const ADMIN_WORKERS: usize = 1;
 const ADMIN_CONNECTIONS: usize = 512;
 /// Open files that are no connections of engines' ports: listening sockets, the store, probes.
 const OTHER_FILES: u64 = 2048;
+/// How long the end of a server waits for what is being written.
+const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often files of tokens and certificates are looked at, and old rooms dropped.
 const TEND_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -112,7 +114,8 @@ impl Server {
         self.admin.address
     }
 
-    /// Serves until `stop` completes. Requests that have begun are answered.
+    /// Serves until `stop` completes. Requests that have begun are answered; then its folder is
+    /// free.
     ///
     /// # Errors
     /// When a port cannot be served.
@@ -134,6 +137,7 @@ impl Server {
         let engines = engines.map_err(ServeError::Serve)?;
         let admin = admin.serve([(self.admin, None)]);
         let admin = admin.map_err(ServeError::Serve)?;
+        let store_is_free = self.fleet.registrations.ended();
         let tending = [
             actix_web::rt::spawn(probe(self.fleet.clone())),
             actix_web::rt::spawn(tend(self.fleet)),
@@ -152,9 +156,17 @@ impl Server {
                 }
             }
         };
-        tending
-            .iter()
-            .for_each(actix_web::rt::task::JoinHandle::abort);
+        for task in tending {
+            task.abort();
+            // Its end, whichever it is, lets go of what it had.
+            let _ = task.await;
+        }
+        if tokio::time::timeout(STORE_TIMEOUT, store_is_free)
+            .await
+            .is_err()
+        {
+            tracing::warn!("the store is still in use, {STORE_TIMEOUT:?} after the end");
+        }
         ended.map(|_| ()).map_err(ServeError::Serve)
     }
 }

@@ -14,7 +14,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use crate::api::EventKind;
 use crate::config::DamagedStore;
@@ -66,6 +66,8 @@ pub struct Registrations {
     published: Arc<RwLock<Arc<State>>>,
     trouble: Arc<RwLock<Option<String>>>,
     jobs: mpsc::SyncSender<Job>,
+    /// Closed when the writer has let the store go.
+    has_ended: watch::Receiver<()>,
 }
 
 /// Seconds since 1970.
@@ -120,15 +122,28 @@ impl Registrations {
             Some(reason) => writer.fail(&reason),
             None => writer.rewrite(),
         }
+        let (ended, has_ended) = watch::channel(());
         std::thread::Builder::new()
             .name("registrations".to_owned())
-            .spawn(move || writer.run(&waiting))
+            .spawn(move || {
+                writer.run(&waiting);
+                drop(ended);
+            })
             .map_err(|error| StoreError::Commit(error.to_string()))?;
         Ok(Self {
             published,
             trouble,
             jobs,
+            has_ended,
         })
+    }
+
+    /// Completes when the writer has ended and its folder is free: some time after the last clone
+    /// is gone.
+    pub fn ended(&self) -> impl Future<Output = ()> + use<> {
+        let mut has_ended = self.has_ended.clone();
+        // Nothing is ever sent, so this waits until the writer drops its end.
+        async move { while has_ended.changed().await.is_ok() {} }
     }
 
     /// The registrations as they are durable now.

@@ -57,6 +57,8 @@ struct Inner {
     failure: Option<TransportError>,
     result: Option<TransferResult>,
     wakers: Vec<Waker>,
+    /// Threads that wait: nobody is woken, which is a system call, when there are none.
+    waiters: usize,
 }
 
 impl Status {
@@ -157,8 +159,11 @@ impl Status {
         };
         inner.result = Some(inner.failure.take().map_or(Ok(moved), Err));
         let wakers = std::mem::take(&mut inner.wakers);
+        let has_waiters = inner.waiters > 0;
         drop(inner);
-        self.finished.notify_all();
+        if has_waiters {
+            self.finished.notify_all();
+        }
         wakers.into_iter().for_each(Waker::wake);
     }
 }
@@ -176,8 +181,10 @@ impl TransferHandle {
             if left.is_zero() {
                 return None;
             }
+            inner.waiters += 1;
             let waited = self.0.finished.wait_timeout(inner, left);
             inner = waited.unwrap_or_else(PoisonError::into_inner).0;
+            inner.waiters -= 1;
         }
     }
 

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One buffer in a pool: `nbytes` bytes at `offset`, in items of `item_len` bytes."""
+    """One buffer in a pool: `nbytes` bytes at `offset`, in items of `item_len` bytes.
 
-    pool: Pool
+    A buffer that this rank does not have (0 bytes) needs no pool.
+    """
+
+    pool: Pool | None
     offset: int
     nbytes: int
     item_len: int
@@ -100,7 +103,7 @@ class _Pools:
 
 def _plain(part: Any, pools: _Pools) -> Any:
     if isinstance(part, Tensor):
-        number = pools.number(part.pool)
+        number = 0 if part.pool is None else pools.number(part.pool)
         place = {"pool": number, "offset": part.offset}
         return place | {"bytes": part.nbytes, "item_len": part.item_len}
     if isinstance(part, (Layout, Kv, State, Parallel, Engine)):

@@ -49,7 +49,8 @@ class RoomFailedError(RuntimeError):
     """A room that was waited for has failed; the text is its first root cause."""
 
 
-def _default_transports() -> Sequence[str]:
+def default_transports() -> Sequence[str]:
+    """Return what `FERRY_TRANSPORTS` names, or all."""
     named = os.environ.get("FERRY_TRANSPORTS", "")
     return [name for name in named.split(",") if name] or TRANSPORTS
 
@@ -84,7 +85,7 @@ class _Rank:
             json.dumps(request),
             [pool._native for pool in pools],
             host=host,
-            transports=list(transports or _default_transports()),
+            transports=list(transports or default_transports()),
             cma_trust_descriptors=cma_trust_descriptors,
             bootstrap_timeout_s=bootstrap_timeout_s,
             waiting_timeout_s=waiting_timeout_s,

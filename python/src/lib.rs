@@ -1,6 +1,7 @@
 //! `ferry._ferry`, the extension module under the Python package `ferry`.
 //!
-//! What it does: gives Python the io engine under MoRI's names (`mori`), ranks to drive (`rank`),
+//! What it does: gives Python the io engine under MoRI's names (`mori`) and under Mooncake's
+//! (`mooncake`), ranks to drive (`rank`),
 //! memory to share (`pool`), and the bootstrap server (`bootstrap`).
 //!
 //! What is absent on purpose: rules of transfers, which are in the crates below; and whatever is as
@@ -16,6 +17,7 @@
 
 mod bootstrap;
 mod logging;
+mod mooncake;
 mod mori;
 mod pool;
 mod rank;
@@ -29,7 +31,9 @@ fn _ferry(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(logging::set_log_level, module)?)?;
     mori::add_to(module)?;
+    mooncake::add_to(module)?;
     module.add_class::<pool::Pool>()?;
+    module.add_class::<pool::Borrowed>()?;
     module.add_class::<bootstrap::BootstrapServer>()?;
     rank::add_to(module)
 }

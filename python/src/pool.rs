@@ -1,9 +1,10 @@
 //! Memory that can be shared: peers of one host map it.
 
+use std::any::Any;
 use std::fs::OpenOptions;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-use io_engine::{ByteLen, Memory};
+use io_engine::{ByteLen, ForeignMemory, Memory, TransportError};
 use pyo3::exceptions::{PyMemoryError, PyOSError};
 use pyo3::prelude::*;
 
@@ -60,4 +61,41 @@ impl Pool {
     fn __repr__(&self) -> String {
         format!("<Pool of {} bytes>", self.0.len())
     }
+}
+
+/// Bytes of this process that somebody else manages, for a rank to use in a pool's place. Peers
+/// cannot map them: they reach them by `cma` or `tcp`.
+#[pyclass(module = "ferry", frozen)]
+pub(crate) struct Borrowed(pub(crate) ForeignMemory);
+
+#[pymethods]
+impl Borrowed {
+    /// Takes `nbytes` at an address into use. `keeper` owns them, and is kept for as long as a rank
+    /// needs them; without one, they must stay until the rank has stopped.
+    #[new]
+    #[pyo3(signature = (address, nbytes, keeper = None))]
+    fn new(address: u64, nbytes: u64, keeper: Option<Py<PyAny>>) -> PyResult<Self> {
+        foreign(address, ByteLen(nbytes), keeper)
+            .map(Self)
+            .map_err(|error| PyMemoryError::new_err(error.to_string()))
+    }
+
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.len().get()
+    }
+}
+
+/// Memory of Python's by its address; the one place where its word is taken for it.
+pub(crate) fn foreign(
+    address: u64,
+    len: ByteLen,
+    keeper: Option<Py<PyAny>>,
+) -> Result<ForeignMemory, TransportError> {
+    let keeper: Box<dyn Any + Send + Sync> = Box::new(keeper);
+    // SAFETY: the keeper owns the bytes and is dropped after the last user of the region; where
+    // there is none, the caller has taken that upon itself, as the documentation of both ways here
+    // says.
+    unsafe { ForeignMemory::new(address, len, keeper) }
 }

@@ -1,6 +1,7 @@
 """Engines and a second process for the tests."""
 
 import multiprocessing
+import socket
 import sys
 import time
 from pathlib import Path
@@ -82,3 +83,10 @@ def far():
     yield start
     for engine in started:
         engine.kill()
+
+
+def free_port():
+    """Return a port that was free a moment ago."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

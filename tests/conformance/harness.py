@@ -25,6 +25,30 @@ from sglang.srt.disaggregation.mori.conn import (  # noqa: E402
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
 
+BACKEND = os.environ.get("SGLCONF_BACKEND", "mori")
+Manager, Sender, Receiver = MoriKVManager, MoriKVSender, MoriKVReceiver
+BootstrapServer = CommonKVBootstrapServer
+if BACKEND == "mooncake":
+    from sglang.srt.disaggregation.mooncake import conn as mooncake_conn
+    from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
+
+    Manager, Sender, Receiver, BootstrapServer = (
+        getattr(mooncake_conn, f"MooncakeKV{part}")
+        for part in ("Manager", "Sender", "Receiver", "BootstrapServer")
+    )
+if os.environ.get("SGLCONF_PLUGIN"):
+    # As SGLang's own processes do: the plugin is found by its entry point, and asked for classes.
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.disaggregation.utils import get_kv_class
+
+    Manager, Sender, Receiver, BootstrapServer = (
+        get_kv_class(TransferBackend(BACKEND), KVClassType(part))
+        for part in ("manager", "sender", "receiver", "bootstrap_server")
+    )
+
 from mori import cpp  # noqa: E402, F401
 
 POLL_INTERVAL_S = 0.001
@@ -44,8 +68,8 @@ def _describe(args, name, buffers, item_lens):
     setattr(args, f"{name}_item_lens", item_lens)
 
 
-class Manager(MoriKVManager):
-    """SGLang's manager; 0.5.12 takes nested lists of state first, and sends flat ones then."""
+class RankManager(Manager):
+    """The manager; SGLang's of 0.5.12 takes nested lists of state first, and sends flat ones."""
 
     def _register_local_buffers(self):
         super()._register_local_buffers()
@@ -142,7 +166,7 @@ def free_port(host="127.0.0.1"):
 
 def start_bootstrap_server(host, port, timeout_s=20):
     """Start SGLang's bootstrap server in a thread and wait until it accepts connections."""
-    server = CommonKVBootstrapServer(host, port)
+    server = BootstrapServer(host, port)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -164,9 +188,12 @@ class Rank:
         host, port = bootstrap
         context = {"host": host, "disaggregation_bootstrap_port": port, **context}
         self.context = sglshim.make_context(**context)
+        if BACKEND == "mooncake":
+            engine = mooncake_transfer_engine.MooncakeTransferEngine
+            self.context.mooncake_engine = engine(os.environ["SGLANG_HOST_IP"])
         mode = DisaggregationMode(mode)
         flags = sglshim.make_server_args(self.context, args.kv_cache_dtype_str)
-        self.manager = self.call(Manager, args, mode, flags, is_mla)
+        self.manager = self.call(RankManager, args, mode, flags, is_mla)
 
     @property
     def address(self):
@@ -183,9 +210,9 @@ class Rank:
         """Open a room on a prefill rank."""
         arguments = {"dest_tp_ranks": [self.args.engine_rank], "pp_rank": self.args.pp_rank}
         # Releases before 0.5.22 take them, later ones do not.
-        known = inspect.signature(MoriKVSender.__init__).parameters
+        known = inspect.signature(Sender.__init__).parameters
         arguments = {name: value for name, value in arguments.items() if name in known}
-        return self.call(MoriKVSender, self.manager, self.address, room, **arguments)
+        return self.call(Sender, self.manager, self.address, room, **arguments)
 
     def receiver(self, room, dp_rank=0, timeout_s=20):
         """Open a room on a decode rank, once its prefill is complete."""
@@ -194,7 +221,7 @@ class Rank:
             if time.monotonic() > deadline:
                 raise TimeoutError("the prefill is not complete")
             time.sleep(POLL_INTERVAL_S)
-        receiver = self.call(MoriKVReceiver, self.manager, self.address, room)
+        receiver = self.call(Receiver, self.manager, self.address, room)
         self.call(receiver.init, dp_rank)
         return receiver
 

@@ -60,7 +60,10 @@ class Peer:
     def up(self):
         """Return what the test is told first."""
         manager = self.rank.manager
-        key = manager.engine_desc.key
+        # That of our plugin has no descriptor of its own, Mooncake's has none at all.
+        key = getattr(manager, "engine_key", None)
+        if key is None and hasattr(manager, "engine_desc"):
+            key = manager.engine_desc.key
         return {"pid": os.getpid(), "control_port": manager.rank_port, "engine_key": key}
 
     def _buffer(self, name):

@@ -101,6 +101,7 @@ def _lift_functions(path, names):
 
 
 _of_thread = threading.local()
+_of_process = []
 
 
 def make_context(**changes):
@@ -142,6 +143,7 @@ def make_context(**changes):
             max_prefill_tokens=16384, chunked_prefill_size=8192, enable_dynamic_chunking=False
         ),
         device=Fields(device="cuda"),
+        memory=Fields(enable_unified_memory=False),
         shard_group=Fields(rank_in_group=0, world_size=1),
     )
     for name, value in changes.items():
@@ -155,13 +157,18 @@ def make_context(**changes):
 
 
 def current():
-    """Return the context of the rank that this thread acts for."""
-    return _of_thread.context
+    """Return the context of the rank that this thread acts for.
+
+    A thread that SGLang has started acts for the process's rank, as in its own processes.
+    """
+    return getattr(_of_thread, "context", None) or _of_process[-1]
 
 
 @contextmanager
 def use(context):
     """Act for a rank."""
+    if context not in _of_process:
+        _of_process.append(context)
     before = getattr(_of_thread, "context", None)
     _of_thread.context = context
     try:
@@ -221,6 +228,11 @@ def _decorate(function=None, **_options):
     return function if function is not None else _decorate
 
 
+def _decorate_with(_stage):
+    """Stand for a decorator that takes what it is for."""
+    return _decorate
+
+
 def _replace_libraries():
     _replace_if_missing("torch", path=[], module_class=_AnyModule)
     if isinstance(sys.modules.get("torch"), _AnyModule):
@@ -239,7 +251,8 @@ def _replace_engine():
         is_shared = parallel.enable_cp_tp_group_sharing
         return parallel.tp_size if is_shared else parallel.attn_tp_size
 
-    parts = ("parallel", "disagg", "serving", "observability", "spec", "schedule", "device")
+    parts = ["parallel", "disagg", "serving", "observability", "spec", "schedule", "device"]
+    parts += ["memory", "exec"]
     getters = {f"get_{part}": lambda part=part: getattr(current(), part) for part in parts}
     _replace(
         "sglang.srt.runtime_context",
@@ -254,7 +267,11 @@ def _replace_engine():
         "get_world_group": lambda: current().parallel.world_group,
     }
     _replace("sglang.srt.distributed", path=[SGLANG / "srt/distributed"], **groups)
-    _replace("sglang.srt.distributed.parallel_state", GroupCoordinator=_Any)
+    _replace(
+        "sglang.srt.distributed.parallel_state",
+        GroupCoordinator=_Any,
+        get_mooncake_transfer_engine=lambda: current().mooncake_engine,
+    )
     _replace("sglang.srt.configs", path=[SGLANG / "srt/configs"])
     _replace(
         "sglang.srt.configs.model_config",
@@ -277,7 +294,16 @@ def _replace_engine():
     _replace("sglang.srt.mem_cache.page_interleave", **shard_group)
     traces = {"TraceNullContext": _NullTrace, "TraceReqContext": _NullTrace}
     _replace("sglang.srt.observability", path=[])
-    _replace("sglang.srt.observability.trace", **traces)
+    _replace(
+        "sglang.srt.observability.trace", trace_set_thread_info=lambda *_arguments: None, **traces
+    )
+    _replace(
+        "sglang.srt.observability.mooncake_trace",
+        MooncakeRequestStage=_Any,
+        mooncake_trace_func=_decorate_with,
+        mooncake_trace_slice=lambda *_arguments, **_keywords: None,
+    )
+    _replace_if_missing("prometheus_client", module_class=_AnyModule)
     for package in ("sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.memory"):
         _replace(package, path=[])
     _replace("sglang.kernels.ops.memory.ptr_table", make_ptr_table=None)
@@ -306,7 +332,8 @@ def install():
     _replace("sglang", path=[SGLANG])
     importlib.import_module("sglang.srt.environ")
     lifted = _lift_functions(SGLANG / "srt/utils/common.py", LIFTED)
-    streams = {"create_device_stream": None, "device_stream_context": None}
+    names = ("create_device_event", "create_device_stream", "device_stream_context")
+    streams = dict.fromkeys(names)
     devices = {"is_npu": lambda: False, "is_hip": lambda: False}
     _replace("sglang.srt.utils", path=[SGLANG / "srt/utils"], **devices, **streams, **lifted)
     _replace("sglang.srt.utils.common", **lifted)

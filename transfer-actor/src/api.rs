@@ -315,6 +315,10 @@ pub struct Chunk {
     /// Tokens in the whole request so far; only needed under DCP.
     #[serde(default)]
     pub num_kv_tokens: Option<u64>,
+    /// With the last chunk: row of the aux buffers to send from, where the engine did not know it
+    /// when it opened the room.
+    #[serde(default)]
+    pub aux_index: Option<u32>,
     /// Whether this is the last chunk: components and aux go with it.
     pub last: bool,
 }

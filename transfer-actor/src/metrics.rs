@@ -38,7 +38,47 @@ impl Role {
     }
 }
 
+/// The labels of a component's transfers.
+#[derive(Clone, Copy, Debug)]
+pub struct TransferLabels<'a> {
+    /// The component, for example `kv`.
+    pub component: &'a str,
+    /// How its bytes move.
+    pub transport: &'a str,
+    /// Whose transfers they are: `prefill` or `decode`.
+    pub role: &'a str,
+}
+
 impl TransferMetrics {
+    /// Counts a transfer that succeeded.
+    pub fn moved(
+        &self,
+        of: TransferLabels<'_>,
+        (bytes, ranges): (u64, u64),
+        elapsed: std::time::Duration,
+    ) {
+        let labels = [of.component, of.transport, of.role];
+        self.bytes.with_label_values(&labels).inc_by(bytes);
+        self.ranges.with_label_values(&labels).inc_by(ranges);
+        let labels = [of.component, of.transport, of.role, "success"];
+        self.operations.with_label_values(&labels).inc();
+        let seconds = self.seconds.with_label_values(&labels);
+        seconds.observe(elapsed.as_secs_f64());
+    }
+
+    /// Counts a transfer that did not; one that was cancelled is no failure. Whether it is one.
+    pub fn not_moved(&self, of: TransferLabels<'_>, kind: &str) -> bool {
+        let is_failure = kind != "cancelled";
+        let outcome = if is_failure { "failed" } else { "aborted" };
+        let labels = [of.component, of.transport, of.role, outcome];
+        self.operations.with_label_values(&labels).inc();
+        if is_failure {
+            let labels = [of.component, of.transport, of.role, kind];
+            self.failures.with_label_values(&labels).inc();
+        }
+        is_failure
+    }
+
     /// Makes and registers everything.
     ///
     /// # Errors

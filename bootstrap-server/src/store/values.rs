@@ -13,10 +13,14 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::journal::Journal;
 use super::{Change, Entry};
+
+/// How long sled's lock is waited for, and how often it is tried.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// Time for one step, less than a client waits: then the disk counts as failed.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -279,11 +283,26 @@ impl Values {
     }
 }
 
+/// Opens sled's files. The folder's own lock is held, so whoever holds sled's is a server of this
+/// process that has ended: sled lets go of its files some time after its last handle is gone.
 pub(super) fn open_sled(path: &Path) -> sled::Result<sled::Db> {
-    sled::Config::new()
+    let config = sled::Config::new()
         .path(path)
         .cache_capacity(CACHE_BYTES)
         // Every change is flushed by `commit`; a timer would only add writes.
-        .flush_every_ms(None)
-        .open()
+        .flush_every_ms(None);
+    let deadline = Instant::now() + LOCK_TIMEOUT;
+    loop {
+        match config.open() {
+            Err(sled::Error::Io(error)) if is_locked(&error) && Instant::now() < deadline => {
+                std::thread::sleep(LOCK_PAUSE);
+            }
+            opened => return opened,
+        }
+    }
+}
+
+/// sled keeps only the text of what the system said.
+fn is_locked(error: &std::io::Error) -> bool {
+    error.to_string().contains("could not acquire lock")
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from ferry.mori_compat import cpp as mori_cpp
@@ -55,6 +57,24 @@ _DEFAULT_CONFIGS = {
     BackendType.XGMI: XgmiBackendConfig,
     BackendType.FABRIC: FabricBackendConfig,
 }
+
+
+_labels: ContextVar[Mapping[int, str]] = ContextVar("labels", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def labels(names: Mapping[int, str]) -> Iterator[None]:
+    """Let memory at these addresses be counted under these names; not in the original."""
+    token = _labels.set(names)
+    try:
+        yield
+    finally:
+        _labels.reset(token)
+
+
+def label_of(address: int) -> str:
+    """Return the name under which memory at an address is counted; not in the original."""
+    return _labels.get().get(address, "memory")
 
 
 def _is_tensor(value: Any) -> bool:
@@ -180,7 +200,7 @@ class IOEngine:
         if isinstance(ptr, int):
             if size is None:
                 raise TypeError("an address needs a size")
-            return self._engine.RegisterMemory(ptr, size, device_id, mem_loc)
+            return self._engine.RegisterMemory(ptr, size, device_id, mem_loc, None, label_of(ptr))
         if _is_tensor(ptr):
             return self.register_torch_tensor(ptr)
         address, length, kept = _locate(ptr)
@@ -255,11 +275,9 @@ class IOEngine:
         transfer_uids: Sequence[int],
     ) -> list[TransferStatus]:
         """Read many ranges; one transfer and one status for each pair of memories."""
-        statuses = [TransferStatus() for _ in sizes]
-        self._engine.BatchRead(
-            local_mems, local_offsets, remote_mems, remote_offsets, sizes, statuses, transfer_uids
+        return self._engine.begin_batch(
+            False, local_mems, local_offsets, remote_mems, remote_offsets, sizes, transfer_uids
         )
-        return statuses
 
     def batch_write(
         self,
@@ -271,11 +289,9 @@ class IOEngine:
         transfer_uids: Sequence[int],
     ) -> list[TransferStatus]:
         """Write many ranges; one transfer and one status for each pair of memories."""
-        statuses = [TransferStatus() for _ in sizes]
-        self._engine.BatchWrite(
-            local_mems, local_offsets, remote_mems, remote_offsets, sizes, statuses, transfer_uids
+        return self._engine.begin_batch(
+            True, local_mems, local_offsets, remote_mems, remote_offsets, sizes, transfer_uids
         )
-        return statuses
 
     def create_session(
         self, local_mem: MemoryDesc, remote_mem: MemoryDesc

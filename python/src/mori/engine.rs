@@ -1,6 +1,5 @@
 //! MoRI's engine over the io engine: registered memory, peers by key, batches.
 
-use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,25 +8,28 @@ use std::time::Duration;
 
 use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc};
 use io_engine::{
-    ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, ForeignMemory, Region,
-    RemoteRegion, Session, TransportError, TransportKind,
+    ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, Region, RemoteRegion, Session,
+    TransportError, TransportKind,
 };
 use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use crate::mori::desc::{EngineDesc, MemoryDesc};
 use crate::mori::enums;
 use crate::mori::notify::Notifier;
-use crate::mori::numbers::{number, numbers};
+use crate::mori::numbers::number;
+use crate::mori::outbox::{Asked, Outbox};
+use crate::mori::ranges::{LastRanges, Ranges, Runs};
 use crate::mori::remote::{PeerFailure, PeerFailures, Remote};
 use crate::mori::session::IOEngineSession;
 use crate::mori::status::{StatusCell, TransferStatus, code, wait_all};
-use crate::mori::transfer::{Ranges, Route, begin};
+use crate::mori::transfer::Route;
+use crate::mori::ways::Ways;
+use crate::pool::foreign;
 
 /// How long a deregistration waits for peers to let go.
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
-/// What regions are called; callers do not say what they register.
-const LABEL: &str = "memory";
 /// The least that the original takes for `chunk_bytes`.
 const MIN_CHUNK_BYTES: u64 = 4096;
 
@@ -53,6 +55,17 @@ pub(crate) struct Shared {
     remotes: RwLock<HashMap<String, Arc<Remote>>>,
     regions: RwLock<HashMap<u32, Region>>,
     failures: Arc<PeerFailures>,
+    ways: Ways,
+    last_ranges: Mutex<LastRanges>,
+    outbox: Arc<Outbox>,
+    /// Whether a fault is to be injected into one transfer, which are counted then.
+    is_faulty: bool,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.outbox.close();
+    }
 }
 
 impl Shared {
@@ -66,7 +79,19 @@ impl Shared {
     }
 
     /// The way from a local to a remote memory; an error has MoRI's code and text.
-    fn route(&self, local: &WireMemoryDesc, far: &WireMemoryDesc) -> Result<Route, (u32, String)> {
+    fn route(
+        &self,
+        local: &Arc<WireMemoryDesc>,
+        far: &Arc<WireMemoryDesc>,
+    ) -> Result<Arc<Route>, (u32, String)> {
+        self.ways.get(local, far, || self.find_route(local, far))
+    }
+
+    fn find_route(
+        &self,
+        local: &WireMemoryDesc,
+        far: &WireMemoryDesc,
+    ) -> Result<Route, (u32, String)> {
         let remotes = self.remotes.read().unwrap_or_else(PoisonError::into_inner);
         let remote_opt = remotes.get(&far.engine_key).cloned();
         drop(remotes);
@@ -94,24 +119,50 @@ impl Shared {
         })
     }
 
-    /// Begins a transfer. That the peer cannot be reached is raised; everything else goes into the
-    /// status.
-    fn transfer(
+    /// Notes a transfer; everything that happens to it goes into the status, but for a peer that
+    /// cannot be reached, which is raised. Only the first transfer to a peer waits, for its session.
+    pub(crate) fn ask(
         &self,
-        (local, far): (&WireMemoryDesc, &WireMemoryDesc),
-        direction: Direction,
-        ranges: &Ranges,
-        number: u64,
-        status: &Arc<StatusCell>,
-    ) -> Result<(), TransportError> {
-        match self.route(local, far) {
-            Ok(route) => {
-                let session = route.remote.session(&self.engine)?;
-                begin(&session, &route, direction, ranges, number, status);
+        py: Python<'_>,
+        (route, session_opt): (Arc<Route>, Option<Session>),
+        (direction, runs, number): (Direction, Runs, u64),
+        status: Arc<StatusCell>,
+    ) -> PyResult<()> {
+        if session_opt.is_none() && !route.remote.has_session() {
+            py.detach(|| route.remote.session(&self.engine))
+                .map_err(|error| raised(&error))?;
+        }
+        match runs {
+            Err((code, message)) => status.update(code, message),
+            Ok(runs) if runs.ranges() == 0 => status.update(code::SUCCESS, "success"),
+            Ok(runs) => {
+                status.set_code(code::IN_PROGRESS);
+                self.outbox.push(Asked {
+                    route,
+                    session_opt,
+                    direction,
+                    runs,
+                    number,
+                    status,
+                    is_alone: self.is_faulty,
+                });
             }
-            Err((code, message)) => status.update(code, &message),
         }
         Ok(())
+    }
+
+    /// As [`Ranges::many`], by what the last call has read where it is the same.
+    fn read_ranges(&self, ranges: &Ranges<'_, '_>, direction: Direction) -> PyResult<Runs> {
+        // Reading may run code of Python, during which nobody may wait for a lock of ours.
+        let place = || {
+            self.last_ranges
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
+        let mut last = std::mem::take(&mut *place());
+        let runs = last.read(ranges, direction)?;
+        *place() = last;
+        Ok(runs)
     }
 }
 
@@ -122,39 +173,119 @@ pub(crate) struct IOEngine {
     desc: WireEngineDesc,
 }
 
-/// The transfers of one batch call, as they came.
-struct Batch {
-    locals: Vec<Arc<WireMemoryDesc>>,
-    fars: Vec<Arc<WireMemoryDesc>>,
-    ranges: Vec<Ranges>,
-    statuses: Vec<Arc<StatusCell>>,
-    numbers: Vec<u64>,
-}
-
 impl IOEngine {
-    fn run(&self, py: Python<'_>, direction: Direction, batch: &Batch) -> PyResult<()> {
-        let started = py.detach(|| {
-            let memories = batch.locals.iter().zip(&batch.fars);
-            let transfers = memories.zip(&batch.ranges);
-            let reports = batch.statuses.iter().zip(&batch.numbers);
-            for (((local, far), ranges), (status, number)) in transfers.zip(reports) {
-                self.shared
-                    .transfer((local, far), direction, ranges, *number, status)?;
+    fn one(
+        &self,
+        direction: Direction,
+        (local, remote): (&Bound<'_, MemoryDesc>, &Bound<'_, MemoryDesc>),
+        ranges: &Ranges<'_, '_>,
+        status: &TransferStatus,
+        number: u64,
+    ) -> PyResult<()> {
+        let runs = ranges.single(direction)?;
+        self.begin(local, remote, (direction, runs, number), &status.cell)
+    }
+
+    fn begin(
+        &self,
+        local: &Bound<'_, MemoryDesc>,
+        remote: &Bound<'_, MemoryDesc>,
+        transfer: (Direction, Runs, u64),
+        status: &Arc<StatusCell>,
+    ) -> PyResult<()> {
+        match self.shared.route(&local.get().0, &remote.get().0) {
+            Ok(route) => {
+                let status = Arc::clone(status);
+                self.shared.ask(local.py(), (route, None), transfer, status)
             }
-            Ok(())
-        });
-        started.map_err(|error: TransportError| raised(&error))
+            Err((code, message)) => {
+                status.update(code, message);
+                Ok(())
+            }
+        }
+    }
+
+    /// One transfer for each pair of memories. `status` makes or finds the status of the one at a
+    /// place.
+    fn many(
+        &self,
+        direction: Direction,
+        lists: &BatchLists<'_, '_>,
+        mut status: impl FnMut(usize) -> PyResult<Arc<StatusCell>>,
+    ) -> PyResult<()> {
+        let [locals, local_offsets, remotes, remote_offsets, sizes, ids] = lists.entries()?;
+        // Everything is read before anything is begun.
+        let mut transfers = Vec::with_capacity(sizes.len());
+        for (place, sizes) in sizes.iter().enumerate() {
+            let ranges = Ranges {
+                local_offsets: &local_offsets[place],
+                remote_offsets: &remote_offsets[place],
+                sizes,
+            };
+            let runs = self.shared.read_ranges(&ranges, direction)?;
+            let local = locals[place].cast::<MemoryDesc>()?;
+            let remote = remotes[place].cast::<MemoryDesc>()?;
+            let number = number(&ids[place])?;
+            transfers.push((local, remote, (direction, runs, number), status(place)?));
+        }
+        for (local, remote, transfer, status) in transfers {
+            self.begin(local, remote, transfer, &status)?;
+        }
+        Ok(())
     }
 }
 
-fn descs(descs: &[Bound<'_, MemoryDesc>]) -> Vec<Arc<WireMemoryDesc>> {
-    let descs = descs.iter();
-    descs.map(|desc| Arc::clone(&desc.get().0)).collect()
+/// The arguments of a batch call.
+struct BatchLists<'a, 'py> {
+    locals: &'a Bound<'py, PyAny>,
+    local_offsets: &'a Bound<'py, PyAny>,
+    remotes: &'a Bound<'py, PyAny>,
+    remote_offsets: &'a Bound<'py, PyAny>,
+    sizes: &'a Bound<'py, PyAny>,
+    ids: &'a Bound<'py, PyAny>,
 }
 
-fn cells(statuses: &[Bound<'_, TransferStatus>]) -> Vec<Arc<StatusCell>> {
-    let cells = statuses.iter().map(|status| Arc::clone(&status.get().cell));
-    cells.collect()
+type Entries<'py> = Vec<Bound<'py, PyAny>>;
+
+impl<'py> BatchLists<'_, 'py> {
+    /// The entries of each, equally many.
+    fn entries(&self) -> PyResult<[Entries<'py>; 6]> {
+        let lists = [
+            entries(self.locals)?,
+            entries(self.local_offsets)?,
+            entries(self.remotes)?,
+            entries(self.remote_offsets)?,
+            entries(self.sizes)?,
+            entries(self.ids)?,
+        ];
+        let lengths = lists.each_ref().map(Vec::len);
+        match lengths.iter().all(|length| *length == lengths[0]) {
+            true => Ok(lists),
+            false => Err(unequal(&lengths)),
+        }
+    }
+}
+
+fn unequal(lengths: &[usize; 6]) -> PyErr {
+    PyValueError::new_err(format!(
+        "the lists of a batch must be equally long: local memories, local offsets, remote \
+         memories, remote offsets, sizes and ids have {lengths:?} entries"
+    ))
+}
+
+fn entries<'py>(sequence: &Bound<'py, PyAny>) -> PyResult<Entries<'py>> {
+    match sequence.cast::<PyList>() {
+        Ok(list) => Ok(list.iter().collect()),
+        Err(_) => sequence.try_iter()?.collect(),
+    }
+}
+
+fn cells(statuses: &Bound<'_, PyAny>) -> PyResult<Vec<Arc<StatusCell>>> {
+    let cell = |status: Bound<'_, PyAny>| {
+        let status = status.cast::<TransferStatus>()?;
+        Ok(Arc::clone(&status.get().cell))
+    };
+    entries(statuses)?.into_iter().map(cell).collect()
 }
 
 #[pymethods]
@@ -172,6 +303,7 @@ impl IOEngine {
         engine_config.transports = transports()?;
         engine_config.cma_trust_descriptors = is_set("FERRY_CMA_TRUST_DESCRIPTORS");
         engine_config.fault_opt = fault()?;
+        let is_faulty = engine_config.fault_opt.is_some();
         let engine = py
             .detach(|| Engine::start(engine_config))
             .map_err(|error| raised(&error))?;
@@ -181,9 +313,16 @@ impl IOEngine {
         } else if desc.node_id.is_empty() {
             desc.node_id.clone_from(&desc.hostname);
         }
+        let metrics = Arc::clone(&crate::rank::metrics()?.1);
+        let outbox = Outbox::start(engine.clone(), metrics)
+            .map_err(|error| PyRuntimeError::new_err(format!("starting a thread: {error}")))?;
         Ok(Self {
             desc,
             shared: Arc::new(Shared {
+                outbox,
+                is_faulty,
+                ways: Ways::default(),
+                last_ranges: Mutex::default(),
                 engine,
                 key,
                 bind,
@@ -232,7 +371,9 @@ impl IOEngine {
                 .unwrap_or_else(PoisonError::into_inner);
             *place = Some(Arc::new(notifier));
         }
-        Ok(self.shared.backends().insert(number))
+        let is_new = self.shared.backends().insert(number);
+        self.shared.ways.forget();
+        Ok(is_new)
     }
 
     /// Allows no more transfers by a backend.
@@ -243,6 +384,7 @@ impl IOEngine {
             let notifier = self.shared.notifier.lock();
             *notifier.unwrap_or_else(PoisonError::into_inner) = None;
         }
+        self.shared.ways.forget();
         Ok(())
     }
 
@@ -259,6 +401,8 @@ impl IOEngine {
         {
             let remote = Remote::new(desc.0.clone(), Arc::clone(&self.shared.failures));
             remotes.insert(desc.0.key.clone(), Arc::new(remote));
+            drop(remotes);
+            self.shared.ways.forget();
         }
     }
 
@@ -271,13 +415,16 @@ impl IOEngine {
             .unwrap_or_else(PoisonError::into_inner);
         let forgotten = remotes.remove(&desc.0.key);
         drop(remotes);
+        self.shared.ways.forget();
         drop(forgotten);
     }
 
     /// Registers `size` bytes at an address. `keeper` keeps them: it is held until the memory is
     /// deregistered and nobody uses it any more. Without one, the caller promises that the memory
     /// stays until `DeregisterMemory` has returned.
-    #[pyo3(signature = (address, size, device_id, location, keeper = None))]
+    ///
+    /// Its transfers are counted under `label`.
+    #[pyo3(signature = (address, size, device_id, location, keeper = None, label = "memory"))]
     fn RegisterMemory(
         &self,
         address: &Bound<'_, PyAny>,
@@ -285,18 +432,15 @@ impl IOEngine {
         device_id: i32,
         location: &Bound<'_, PyAny>,
         keeper: Option<Py<PyAny>>,
+        label: &str,
     ) -> PyResult<MemoryDesc> {
         let location = enums::location_of(location)?;
         let (address, len) = (number(address)?, ByteLen(number(size)?));
-        let keeper: Box<dyn Any + Send + Sync> = Box::new(keeper);
-        // SAFETY: the keeper owns the bytes and is dropped after the last user of the region; where
-        // there is none, the caller has taken that upon itself, as the documentation says.
-        let memory =
-            unsafe { ForeignMemory::new(address, len, keeper) }.map_err(|error| raised(&error))?;
+        let memory = foreign(address, len, keeper).map_err(|error| raised(&error))?;
         let region = self
             .shared
             .engine
-            .register(&memory, ByteOffset(0), len, LABEL)
+            .register(&memory, ByteOffset(0), len, label)
             .map_err(|error| raised(&error))?;
         let desc = region.desc_as(location, device_id);
         let mut regions = self
@@ -329,6 +473,7 @@ impl IOEngine {
         }
         let regions = shared.regions.write();
         let removed = regions.unwrap_or_else(PoisonError::into_inner).remove(&id);
+        shared.ways.forget();
         drop(removed);
         Ok(())
     }
@@ -346,11 +491,11 @@ impl IOEngine {
         remote: &Bound<'_, MemoryDesc>,
         remote_offset: &Bound<'_, PyAny>,
         size: &Bound<'_, PyAny>,
-        status: &Bound<'_, TransferStatus>,
+        status: &TransferStatus,
         id: u64,
     ) -> PyResult<()> {
-        let batch = single(local, local_offset, remote, remote_offset, size, status, id)?;
-        self.run(local.py(), Direction::Read, &batch)
+        let ranges = ranges(local_offset, remote_offset, size);
+        self.one(Direction::Read, (local, remote), &ranges, status, id)
     }
 
     /// Writes one range of remote memory.
@@ -361,45 +506,85 @@ impl IOEngine {
         remote: &Bound<'_, MemoryDesc>,
         remote_offset: &Bound<'_, PyAny>,
         size: &Bound<'_, PyAny>,
-        status: &Bound<'_, TransferStatus>,
+        status: &TransferStatus,
         id: u64,
     ) -> PyResult<()> {
-        let batch = single(local, local_offset, remote, remote_offset, size, status, id)?;
-        self.run(local.py(), Direction::Write, &batch)
+        let ranges = ranges(local_offset, remote_offset, size);
+        self.one(Direction::Write, (local, remote), &ranges, status, id)
     }
 
     /// Reads many ranges: one transfer for each pair of memories.
     fn BatchRead(
         &self,
-        py: Python<'_>,
-        locals: Vec<Bound<'_, MemoryDesc>>,
-        local_offsets: Vec<Bound<'_, PyAny>>,
-        remotes: Vec<Bound<'_, MemoryDesc>>,
-        remote_offsets: Vec<Bound<'_, PyAny>>,
-        sizes: Vec<Bound<'_, PyAny>>,
-        statuses: Vec<Bound<'_, TransferStatus>>,
-        ids: Vec<u64>,
+        locals: &Bound<'_, PyAny>,
+        local_offsets: &Bound<'_, PyAny>,
+        remotes: &Bound<'_, PyAny>,
+        remote_offsets: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+        statuses: &Bound<'_, PyAny>,
+        ids: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let offsets = (&local_offsets[..], &remote_offsets[..]);
-        let batch = batch((&locals, &remotes), offsets, &sizes, &statuses, ids)?;
-        self.run(py, Direction::Read, &batch)
+        let lists = batch(
+            (locals, remotes),
+            (local_offsets, remote_offsets),
+            sizes,
+            ids,
+        );
+        let cells = cells(statuses)?;
+        self.many(Direction::Read, &lists, |place| given(&cells, place))
     }
 
     /// Writes many ranges: one transfer for each pair of memories.
     fn BatchWrite(
         &self,
-        py: Python<'_>,
-        locals: Vec<Bound<'_, MemoryDesc>>,
-        local_offsets: Vec<Bound<'_, PyAny>>,
-        remotes: Vec<Bound<'_, MemoryDesc>>,
-        remote_offsets: Vec<Bound<'_, PyAny>>,
-        sizes: Vec<Bound<'_, PyAny>>,
-        statuses: Vec<Bound<'_, TransferStatus>>,
-        ids: Vec<u64>,
+        locals: &Bound<'_, PyAny>,
+        local_offsets: &Bound<'_, PyAny>,
+        remotes: &Bound<'_, PyAny>,
+        remote_offsets: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+        statuses: &Bound<'_, PyAny>,
+        ids: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let offsets = (&local_offsets[..], &remote_offsets[..]);
-        let batch = batch((&locals, &remotes), offsets, &sizes, &statuses, ids)?;
-        self.run(py, Direction::Write, &batch)
+        let lists = batch(
+            (locals, remotes),
+            (local_offsets, remote_offsets),
+            sizes,
+            ids,
+        );
+        let cells = cells(statuses)?;
+        self.many(Direction::Write, &lists, |place| given(&cells, place))
+    }
+
+    /// As `BatchRead` and `BatchWrite`, with new statuses, which are returned; Ferry's own addition,
+    /// for one call where the original's Python makes several.
+    fn begin_batch<'py>(
+        &self,
+        is_write: bool,
+        locals: &Bound<'py, PyAny>,
+        local_offsets: &Bound<'py, PyAny>,
+        remotes: &Bound<'py, PyAny>,
+        remote_offsets: &Bound<'py, PyAny>,
+        sizes: &Bound<'py, PyAny>,
+        ids: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let lists = batch(
+            (locals, remotes),
+            (local_offsets, remote_offsets),
+            sizes,
+            ids,
+        );
+        let direction = match is_write {
+            true => Direction::Write,
+            false => Direction::Read,
+        };
+        let statuses = PyList::empty(sizes.py());
+        self.many(direction, &lists, |_| {
+            let status = TransferStatus::new();
+            let cell = Arc::clone(&status.cell);
+            statuses.append(status)?;
+            Ok(cell)
+        })?;
+        Ok(statuses)
     }
 
     /// Prepares transfers between two memories; `None` when there is no way.
@@ -446,10 +631,12 @@ impl IOEngine {
     fn WaitAll<'py>(
         &self,
         py: Python<'py>,
-        statuses: Vec<Bound<'py, TransferStatus>>,
+        statuses: &Bound<'py, PyAny>,
         timeout_ms: i64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let code = wait_all(py, &cells(&statuses), timeout_ms)?;
+        let shared = &self.shared;
+        let help = |until| shared.outbox.help(until);
+        let code = wait_all(py, &cells(statuses)?, timeout_ms, help)?;
         enums::status_code(py, code)
     }
 
@@ -514,65 +701,38 @@ impl PeerFailureEvent {
     }
 }
 
-fn single(
-    local: &Bound<'_, MemoryDesc>,
-    local_offset: &Bound<'_, PyAny>,
-    remote: &Bound<'_, MemoryDesc>,
-    remote_offset: &Bound<'_, PyAny>,
-    size: &Bound<'_, PyAny>,
-    status: &Bound<'_, TransferStatus>,
-    id: u64,
-) -> PyResult<Batch> {
-    Ok(Batch {
-        locals: vec![Arc::clone(&local.get().0)],
-        fars: vec![Arc::clone(&remote.get().0)],
-        ranges: vec![Ranges {
-            local_offsets: vec![number(local_offset)?],
-            remote_offsets: vec![number(remote_offset)?],
-            sizes: vec![number(size)?],
-        }],
-        statuses: vec![Arc::clone(&status.get().cell)],
-        numbers: vec![id],
-    })
+pub(crate) fn ranges<'a, 'py>(
+    local_offsets: &'a Bound<'py, PyAny>,
+    remote_offsets: &'a Bound<'py, PyAny>,
+    sizes: &'a Bound<'py, PyAny>,
+) -> Ranges<'a, 'py> {
+    Ranges {
+        local_offsets,
+        remote_offsets,
+        sizes,
+    }
 }
 
-fn batch(
-    (locals, remotes): (&[Bound<'_, MemoryDesc>], &[Bound<'_, MemoryDesc>]),
-    (local_offsets, remote_offsets): (&[Bound<'_, PyAny>], &[Bound<'_, PyAny>]),
-    sizes: &[Bound<'_, PyAny>],
-    statuses: &[Bound<'_, TransferStatus>],
-    ids: Vec<u64>,
-) -> PyResult<Batch> {
-    let lengths = [
-        locals.len(),
-        local_offsets.len(),
-        remotes.len(),
-        remote_offsets.len(),
-        statuses.len(),
-        ids.len(),
-    ];
-    if lengths.iter().any(|length| *length != sizes.len()) {
-        return Err(PyValueError::new_err(format!(
-            "the lists of a batch must be equally long: local memories, local offsets, remote \
-             memories, remote offsets, statuses and ids have {lengths:?} entries, sizes {}",
-            sizes.len()
-        )));
+fn batch<'a, 'py>(
+    (locals, remotes): (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>),
+    (local_offsets, remote_offsets): (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>),
+    sizes: &'a Bound<'py, PyAny>,
+    ids: &'a Bound<'py, PyAny>,
+) -> BatchLists<'a, 'py> {
+    BatchLists {
+        locals,
+        local_offsets,
+        remotes,
+        remote_offsets,
+        sizes,
+        ids,
     }
-    let lists = local_offsets.iter().zip(remote_offsets).zip(sizes);
-    let ranges = lists.map(|((local, remote), sizes)| {
-        Ok(Ranges {
-            local_offsets: numbers(local)?,
-            remote_offsets: numbers(remote)?,
-            sizes: numbers(sizes)?,
-        })
-    });
-    Ok(Batch {
-        ranges: ranges.collect::<PyResult<_>>()?,
-        locals: descs(locals),
-        fars: descs(remotes),
-        statuses: cells(statuses),
-        numbers: ids,
-    })
+}
+
+/// The status that the caller gave for the transfer at a place.
+fn given(cells: &[Arc<StatusCell>], place: usize) -> PyResult<Arc<StatusCell>> {
+    let none = || PyValueError::new_err("the lists of a batch have more entries than statuses");
+    cells.get(place).cloned().ok_or_else(none)
 }
 
 /// The address that a host stands for; every address of the machine when it is empty.
@@ -590,7 +750,7 @@ fn bind_address(host: &str) -> PyResult<IpAddr> {
 
 /// What `FERRY_TRANSPORTS` names, without `shm`: registered memory is the callers' own here, and
 /// has no descriptor that another process could map.
-fn transports() -> PyResult<Vec<TransportKind>> {
+pub(crate) fn transports() -> PyResult<Vec<TransportKind>> {
     let named = std::env::var("FERRY_TRANSPORTS").unwrap_or_default();
     let names = named.split(',').filter(|name| !name.is_empty());
     let kinds = names
@@ -606,7 +766,7 @@ fn transports() -> PyResult<Vec<TransportKind>> {
 }
 
 /// A fault in one transfer, `KIND:memory[:NTH]`, to test whoever must notice.
-fn fault() -> PyResult<Option<FaultSpec>> {
+pub(crate) fn fault() -> PyResult<Option<FaultSpec>> {
     let named = std::env::var("FERRY_INJECT_FAULT").unwrap_or_default();
     if named.is_empty() {
         return Ok(None);

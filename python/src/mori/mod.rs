@@ -5,12 +5,17 @@ mod engine;
 mod enums;
 mod notify;
 pub(crate) mod numbers;
+mod outbox;
+mod ranges;
 mod remote;
 mod session;
 mod status;
 mod transfer;
+mod ways;
 
 use pyo3::prelude::*;
+
+pub(crate) use engine::{fault, transports};
 
 /// Adds the classes to the extension module.
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -1,6 +1,7 @@
 //! A peer's engine: its one session, and what became of it.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use common::wire::EngineDesc;
@@ -51,6 +52,8 @@ pub(crate) struct Remote {
     pub(crate) notify_opt: Option<NotifyAddress>,
     failures: Arc<PeerFailures>,
     session: Mutex<Option<Session>>,
+    /// Whether there is one; read without the lock.
+    has_session: AtomicBool,
 }
 
 impl Remote {
@@ -60,7 +63,13 @@ impl Remote {
             desc,
             failures,
             session: Mutex::default(),
+            has_session: AtomicBool::new(false),
         }
+    }
+
+    /// Whether a transfer needs no new connection, as far as is known.
+    pub(crate) fn has_session(&self) -> bool {
+        self.has_session.load(Ordering::Acquire)
     }
 
     /// The session, opened if there is none or the last one has failed. Blocks meanwhile; callers
@@ -72,7 +81,10 @@ impl Remote {
             return Ok(open.clone());
         }
         match engine.connect(&self.desc) {
-            Ok(opened) => Ok(session.insert(opened).clone()),
+            Ok(opened) => {
+                self.has_session.store(true, Ordering::Release);
+                Ok(session.insert(opened).clone())
+            }
             Err(error) => {
                 drop(session);
                 self.report(None, PEER_UNREACHABLE, &error.to_string());
@@ -102,6 +114,7 @@ impl Remote {
     fn end_if_dead(&self, mut session: MutexGuard<'_, Option<Session>>, reason: u32, detail: &str) {
         if session.as_ref().is_some_and(|session| !session.is_alive()) {
             let lost = session.take();
+            self.has_session.store(false, Ordering::Release);
             drop(session);
             self.report(lost.as_ref(), reason, detail);
         }

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use io_engine::{Direction, Session};
 use pyo3::prelude::*;
 
-use crate::mori::engine::Shared;
-use crate::mori::numbers::{number, numbers};
-use crate::mori::status::{StatusCell, TransferStatus};
-use crate::mori::transfer::{Ranges, Route, begin};
+use crate::mori::engine::{Shared, ranges};
+use crate::mori::ranges::Runs;
+use crate::mori::status::TransferStatus;
+use crate::mori::transfer::Route;
 
 /// Transfers between one local and one remote memory over the connection that was chosen when it
 /// was made.
@@ -16,44 +16,19 @@ use crate::mori::transfer::{Ranges, Route, begin};
 pub(crate) struct IOEngineSession {
     pub(crate) shared: Arc<Shared>,
     pub(crate) session: Session,
-    pub(crate) route: Route,
+    pub(crate) route: Arc<Route>,
 }
 
 impl IOEngineSession {
-    fn run(
+    fn ask(
         &self,
         py: Python<'_>,
-        direction: Direction,
-        ranges: &Ranges,
-        status: &Arc<StatusCell>,
-        id: u64,
-    ) {
-        py.detach(|| begin(&self.session, &self.route, direction, ranges, id, status));
+        transfer: (Direction, Runs, u64),
+        status: &TransferStatus,
+    ) -> PyResult<()> {
+        let way = (Arc::clone(&self.route), Some(self.session.clone()));
+        self.shared.ask(py, way, transfer, Arc::clone(&status.cell))
     }
-}
-
-fn single(
-    local_offset: &Bound<'_, PyAny>,
-    remote_offset: &Bound<'_, PyAny>,
-    size: &Bound<'_, PyAny>,
-) -> PyResult<Ranges> {
-    Ok(Ranges {
-        local_offsets: vec![number(local_offset)?],
-        remote_offsets: vec![number(remote_offset)?],
-        sizes: vec![number(size)?],
-    })
-}
-
-fn many(
-    local_offsets: &Bound<'_, PyAny>,
-    remote_offsets: &Bound<'_, PyAny>,
-    sizes: &Bound<'_, PyAny>,
-) -> PyResult<Ranges> {
-    Ok(Ranges {
-        local_offsets: numbers(local_offsets)?,
-        remote_offsets: numbers(remote_offsets)?,
-        sizes: numbers(sizes)?,
-    })
 }
 
 #[pymethods]
@@ -73,9 +48,9 @@ impl IOEngineSession {
         status: &TransferStatus,
         id: u64,
     ) -> PyResult<()> {
-        let ranges = single(local_offset, remote_offset, size)?;
-        self.run(size.py(), Direction::Read, &ranges, &status.cell, id);
-        Ok(())
+        let ranges = ranges(local_offset, remote_offset, size);
+        let runs = ranges.single(Direction::Read)?;
+        self.ask(size.py(), (Direction::Read, runs, id), status)
     }
 
     /// Writes one range.
@@ -87,9 +62,9 @@ impl IOEngineSession {
         status: &TransferStatus,
         id: u64,
     ) -> PyResult<()> {
-        let ranges = single(local_offset, remote_offset, size)?;
-        self.run(size.py(), Direction::Write, &ranges, &status.cell, id);
-        Ok(())
+        let ranges = ranges(local_offset, remote_offset, size);
+        let runs = ranges.single(Direction::Write)?;
+        self.ask(size.py(), (Direction::Write, runs, id), status)
     }
 
     /// Reads many ranges as one transfer.
@@ -101,9 +76,9 @@ impl IOEngineSession {
         status: &TransferStatus,
         id: u64,
     ) -> PyResult<()> {
-        let ranges = many(local_offsets, remote_offsets, sizes)?;
-        self.run(sizes.py(), Direction::Read, &ranges, &status.cell, id);
-        Ok(())
+        let ranges = ranges(local_offsets, remote_offsets, sizes);
+        let runs = ranges.many(Direction::Read)?;
+        self.ask(sizes.py(), (Direction::Read, runs, id), status)
     }
 
     /// Writes many ranges as one transfer.
@@ -115,9 +90,9 @@ impl IOEngineSession {
         status: &TransferStatus,
         id: u64,
     ) -> PyResult<()> {
-        let ranges = many(local_offsets, remote_offsets, sizes)?;
-        self.run(sizes.py(), Direction::Write, &ranges, &status.cell, id);
-        Ok(())
+        let ranges = ranges(local_offsets, remote_offsets, sizes);
+        let runs = ranges.many(Direction::Write)?;
+        self.ask(sizes.py(), (Direction::Write, runs, id), status)
     }
 
     /// Whether the peer is still there.

@@ -1,5 +1,6 @@
 //! What became of a transfer, and waiting for it.
 
+use std::borrow::Cow;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -39,50 +40,71 @@ const LONGEST_WAIT: Duration = Duration::from_secs(u32::MAX as u64);
 /// The state behind a `TransferStatus`; the transfer holds it too.
 #[derive(Debug)]
 pub(crate) struct StatusCell {
-    state: Mutex<(u32, String)>,
+    state: Mutex<State>,
     changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    code: u32,
+    message: Cow<'static, str>,
+    /// Threads that wait: nobody is woken, which is a system call, when there are none.
+    waiters: usize,
 }
 
 impl StatusCell {
     pub(crate) fn new(code: u32) -> Arc<Self> {
+        let state = State {
+            code,
+            message: Cow::Borrowed(""),
+            waiters: 0,
+        };
         Arc::new(Self {
-            state: Mutex::new((code, String::new())),
+            state: Mutex::new(state),
             changed: Condvar::new(),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, (u32, String)> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn code(&self) -> u32 {
-        self.lock().0
+        self.lock().code
     }
 
     fn message(&self) -> String {
-        self.lock().1.clone()
+        self.lock().message.clone().into_owned()
     }
 
     /// Takes a result, unless there is a failure already.
-    pub(crate) fn update(&self, code: u32, message: &str) {
+    pub(crate) fn update(&self, code: u32, message: impl Into<Cow<'static, str>>) {
         let mut state = self.lock();
-        if state.0 > code::ERR_BEGIN {
+        if state.code > code::ERR_BEGIN {
             return;
         }
-        *state = (code, message.to_owned());
-        drop(state);
-        self.changed.notify_all();
+        state.message = message.into();
+        self.change(state, code);
     }
 
     pub(crate) fn set_code(&self, code: u32) {
-        self.lock().0 = code;
-        self.changed.notify_all();
+        self.change(self.lock(), code);
+    }
+
+    fn change(&self, mut state: MutexGuard<'_, State>, code: u32) {
+        state.code = code;
+        let has_waiters = state.waiters > 0;
+        drop(state);
+        if has_waiters {
+            self.changed.notify_all();
+        }
     }
 
     /// Waits until the transfer is not in progress; returns the code it has then.
     fn wait_until(&self, deadline: Instant) -> u32 {
         let mut state = self.lock();
-        while state.0 == code::IN_PROGRESS {
+        state.waiters += 1;
+        while state.code == code::IN_PROGRESS {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
@@ -90,7 +112,8 @@ impl StatusCell {
             let waited = self.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.0
+        state.waiters -= 1;
+        state.code
     }
 }
 
@@ -113,21 +136,31 @@ fn wait_for(py: Python<'_>, cell: &Arc<StatusCell>, deadline: Instant) -> PyResu
 
 /// Waits for many, as `wait_all` does: 0 looks once and prefers a failure; a negative time waits
 /// for all of them; otherwise they share the time, in order. The first code that is not success,
-/// or `IN_PROGRESS` when the time is over.
+/// or `IN_PROGRESS` when the time is over. `help` is called before it waits, without the
+/// interpreter lock.
 pub(crate) fn wait_all(
     py: Python<'_>,
     cells: &[Arc<StatusCell>],
     timeout_ms: i64,
+    help: impl Fn(Instant) + Sync,
 ) -> PyResult<u32> {
-    let mut first_error_opt = None;
-    let mut is_in_progress = false;
     let deadline = deadline_after(timeout_ms);
+    let is_any_in_progress = || cells.iter().any(|cell| cell.code() == code::IN_PROGRESS);
+    while timeout_ms != 0 && is_any_in_progress() && Instant::now() < deadline {
+        let slice = deadline.min(Instant::now() + SIGNAL_INTERVAL);
+        py.detach(|| {
+            help(slice);
+            // They end about in the order in which they began: whoever waits for the last of them
+            // is not woken by the others.
+            for cell in cells.iter().rev() {
+                cell.wait_until(slice);
+            }
+        });
+        py.check_signals()?;
+    }
+    let (mut error_opt, mut is_in_progress) = (None, false);
     for cell in cells {
-        let code = match timeout_ms {
-            0 => cell.code(),
-            _ => wait_for(py, cell, deadline)?,
-        };
-        match code {
+        match cell.code() {
             code::SUCCESS => {}
             code::IN_PROGRESS => {
                 is_in_progress = true;
@@ -135,10 +168,10 @@ pub(crate) fn wait_all(
                     break;
                 }
             }
-            error => first_error_opt = first_error_opt.or(Some(error)),
+            error => error_opt = error_opt.or(Some(error)),
         }
     }
-    Ok(first_error_opt.unwrap_or(match is_in_progress {
+    Ok(error_opt.unwrap_or(match is_in_progress {
         true => code::IN_PROGRESS,
         false => code::SUCCESS,
     }))
@@ -155,7 +188,7 @@ pub(crate) struct TransferStatus {
 #[allow(non_snake_case, reason = "the names of the original")]
 impl TransferStatus {
     #[new]
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self {
             cell: StatusCell::new(code::INIT),
         }
@@ -199,11 +232,11 @@ impl TransferStatus {
 
     /// Sets the message.
     fn SetMessage(&self, message: String) {
-        self.cell.lock().1 = message;
+        self.cell.lock().message = Cow::Owned(message);
     }
 
     /// Sets both, unless it has failed already.
-    fn Update(&self, code: &Bound<'_, PyAny>, message: &str) -> PyResult<()> {
+    fn Update(&self, code: &Bound<'_, PyAny>, message: String) -> PyResult<()> {
         self.cell.update(enums::status_number(code)?, message);
         Ok(())
     }
@@ -222,6 +255,6 @@ impl TransferStatus {
 
     fn __repr__(&self) -> String {
         let state = self.cell.lock();
-        format!("<TransferStatus code {}: {:?}>", state.0, state.1)
+        format!("<TransferStatus code {}: {:?}>", state.code, state.message)
     }
 }

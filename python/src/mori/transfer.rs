@@ -1,55 +1,24 @@
-//! One transfer: from lists of offsets to a batch in flight to a status.
+//! From transfers that were asked for to a batch in flight to their statuses.
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 
-use common::plan::{RunList, StridedRun};
+use common::plan::RunList;
 use io_engine::{
-    ByteLen, ByteOffset, Direction, Region, RemoteRegion, Session, TransferHandle, TransferResult,
-    WriteBatch, WritePair,
+    Direction, Region, RemoteRegion, Session, TransferHandle, TransferResult, TransportError,
+    TransportKind, WriteBatch, WritePair,
 };
+use transfer_actor::api::Role;
+use transfer_actor::metrics::TransferLabels;
 
 use crate::mori::notify::Notifier;
+use crate::mori::outbox::{Asked, Outbox};
 use crate::mori::remote::Remote;
-use crate::mori::status::{StatusCell, code, code_of};
-
-/// What one transfer moves: ranges of one local and one remote memory.
-pub(crate) struct Ranges {
-    pub(crate) local_offsets: Vec<u64>,
-    pub(crate) remote_offsets: Vec<u64>,
-    pub(crate) sizes: Vec<u64>,
-}
-
-impl Ranges {
-    /// The runs of a batch; an error has MoRI's code and text.
-    fn runs(&self, direction: Direction) -> Result<RunList, (u32, String)> {
-        let count = self.sizes.len();
-        if self.local_offsets.len() != count || self.remote_offsets.len() != count {
-            return Err((
-                code::ERR_INVALID_ARGS,
-                "lengths of local offsets, remote offsets or sizes mismatch".to_owned(),
-            ));
-        }
-        let offsets = self.local_offsets.iter().zip(&self.remote_offsets);
-        let runs = offsets.zip(&self.sizes).filter(|(_, size)| **size > 0);
-        let runs = runs.map(|((local, remote), size)| {
-            let (src, dst) = match direction {
-                Direction::Write => (*local, *remote),
-                Direction::Read => (*remote, *local),
-            };
-            StridedRun::contiguous(ByteOffset(src), ByteOffset(dst), ByteLen(*size))
-        });
-        RunList::new(runs.collect()).map_err(|error| {
-            let text = format!("length out of range: {error}");
-            (code::ERR_INVALID_ARGS, text)
-        })
-    }
-}
+use crate::mori::status::{code, code_of};
 
 /// Where a transfer goes, and who is told of its end.
-#[derive(Clone)]
 pub(crate) struct Route {
     pub(crate) local: Region,
     pub(crate) far: RemoteRegion,
@@ -57,69 +26,103 @@ pub(crate) struct Route {
     pub(crate) notifier_opt: Option<Arc<Notifier>>,
 }
 
-/// Begins a transfer; everything that happens to it, now or later, goes into its status.
-pub(crate) fn begin(
-    session: &Session,
-    route: &Route,
-    direction: Direction,
-    ranges: &Ranges,
-    number: u64,
-    status: &Arc<StatusCell>,
-) {
-    let runs = match ranges.runs(direction) {
-        Ok(runs) => runs,
-        Err((code, message)) => return status.update(code, &message),
+/// Begins transfers to one peer as one batch. Everything that happens to them, now or later, goes
+/// into their statuses; if the batch fails, they are tried one by one, so that each has its own end.
+pub(crate) fn begin(session: &Session, asked: Vec<Asked>, outbox: &Arc<Outbox>) {
+    let Some(direction) = asked.first().map(|first| first.direction) else {
+        return;
     };
-    if runs.ranges() == 0 {
-        return status.update(code::SUCCESS, "success");
-    }
-    status.set_code(code::IN_PROGRESS);
-    let pair = WritePair {
-        local: route.local.clone(),
-        remote: route.far.clone(),
-        runs,
-    };
-    let handle = session.submit(direction, WriteBatch { pairs: vec![pair] }, None);
+    let pairs = asked.iter().map(|asked| WritePair {
+        local: asked.route.local.clone(),
+        remote: asked.route.far.clone(),
+        runs: asked.runs.clone(),
+    });
+    let pairs = pairs.collect();
+    let handle = session.submit(direction, WriteBatch { pairs }, None);
     let in_flight = Arc::new(InFlight {
-        handle: Mutex::new(Some(handle)),
-        status: Arc::clone(status),
-        remote: Arc::clone(&route.remote),
-        notifier_opt: route.notifier_opt.clone(),
-        number,
+        batch: Mutex::new(Some((handle, asked))),
+        transport: session.transport(),
+        outbox: Arc::downgrade(outbox),
     });
     in_flight.settle();
 }
 
-/// A transfer whose end sets its status, on the thread that ends it. Nothing of Python is touched
-/// there.
+/// Transfers whose end sets their statuses, on the thread that ends them. Nothing of Python is
+/// touched there.
 struct InFlight {
-    handle: Mutex<Option<TransferHandle>>,
-    status: Arc<StatusCell>,
-    remote: Arc<Remote>,
-    notifier_opt: Option<Arc<Notifier>>,
-    number: u64,
+    batch: Mutex<Option<(TransferHandle, Vec<Asked>)>>,
+    transport: TransportKind,
+    outbox: Weak<Outbox>,
 }
 
 impl InFlight {
     /// Takes the result if there is one; otherwise it is called again when there is.
     fn settle(self: &Arc<Self>) {
         let waker = Waker::from(Arc::clone(self));
-        let mut handle = self.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(waiting) = handle.as_mut() else {
+        let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((handle, _)) = batch.as_mut() else {
             return;
         };
-        if let Poll::Ready(result) = Pin::new(waiting).poll(&mut Context::from_waker(&waker)) {
-            *handle = None;
-            drop(handle);
-            self.conclude(result);
+        if let Poll::Ready(result) = Pin::new(handle).poll(&mut Context::from_waker(&waker)) {
+            let asked = batch.take().map(|(_, asked)| asked);
+            drop(batch);
+            self.conclude(asked.unwrap_or_default(), &result);
         }
     }
 
-    fn conclude(&self, result: TransferResult) {
+    fn conclude(&self, asked: Vec<Asked>, result: &TransferResult) {
+        let may_repeat = result.as_ref().is_err_and(TransportError::is_quiesced);
+        let outbox_opt = self.outbox.upgrade();
+        match outbox_opt {
+            Some(outbox) if may_repeat && asked.len() > 1 => return outbox.push_alone(asked),
+            Some(outbox) => self.count(&outbox, &asked, result),
+            None => {}
+        }
+        asked.iter().for_each(|asked| asked.conclude(result));
+    }
+
+    /// Counts the transfers of each component as one.
+    fn count(&self, outbox: &Outbox, asked: &[Asked], result: &TransferResult) {
+        let is_same =
+            |one: &Asked, other: &Asked| one.route.local.label() == other.route.local.label();
+        for of_one in asked.chunk_by(is_same) {
+            let Some(first) = of_one.first() else {
+                continue;
+            };
+            let labels = TransferLabels {
+                component: first.route.local.label(),
+                transport: self.transport.name(),
+                // Engines write what they have prefilled.
+                role: match first.direction {
+                    Direction::Write => Role::Prefill.name(),
+                    Direction::Read => Role::Decode.name(),
+                },
+            };
+            let metrics = outbox.metrics();
+            match result {
+                Ok(moved) => {
+                    let total = |of: fn(&RunList) -> u64| {
+                        let numbers = of_one.iter().map(|asked| of(&asked.runs));
+                        numbers.fold(0, u64::saturating_add)
+                    };
+                    let sizes = (total(|runs| runs.bytes().get()), total(RunList::ranges));
+                    metrics.moved(labels, sizes, moved.elapsed);
+                }
+                Err(error) => {
+                    metrics.not_moved(labels, error.kind().name());
+                }
+            }
+        }
+    }
+}
+
+impl Asked {
+    fn conclude(&self, result: &TransferResult) {
+        let remote = &self.route.remote;
         match result {
             Ok(_) => {
                 if let (Some(notifier), Some(address)) =
-                    (&self.notifier_opt, &self.remote.notify_opt)
+                    (&self.route.notifier_opt, &remote.notify_opt)
                 {
                     notifier.tell(address, self.number);
                 }
@@ -131,8 +134,8 @@ impl InFlight {
                     code::ERR_INVALID_ARGS => format!("length out of range: {error}"),
                     _ => error.to_string(),
                 };
-                self.status.update(code, &message);
-                self.remote.transfer_failed(&error);
+                self.status.update(code, message);
+                remote.transfer_failed(error);
             }
         }
     }

@@ -1,5 +1,6 @@
 //! The rank API: an engine in Python drives a rank of this process.
 
+mod room;
 mod view;
 
 use std::sync::{Arc, OnceLock};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::plan::PlannerOptions;
 use common::topology::ParallelConfig;
 use futures::executor::block_on;
-use io_engine::{Engine, EngineConfig, Memory, Region, TransportKind};
+use io_engine::{AnyMemory, Engine, EngineConfig, Region, TransportKind};
 use prometheus::{Registry, TextEncoder};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -21,14 +22,14 @@ use transfer_actor::service::{engine_key, place_layout, register_buffers};
 use zmtp::PushOptions;
 
 use crate::mori::numbers::numbers;
-use crate::pool::Pool;
+use crate::pool::{Borrowed, Pool};
 use crate::runtime;
 
 /// How long the end of a rank waits for writes into its memory to drain.
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// One registry and one set of names for all ranks of the process.
-fn metrics() -> PyResult<&'static (Registry, Arc<TransferMetrics>)> {
+pub(crate) fn metrics() -> PyResult<&'static (Registry, Arc<TransferMetrics>)> {
     static METRICS: OnceLock<(Registry, Arc<TransferMetrics>)> = OnceLock::new();
     if let Some(metrics) = METRICS.get() {
         return Ok(metrics);
@@ -62,6 +63,13 @@ fn raised(py: Python<'_>, error: &ApiError) -> PyErr {
     instance.map_or_else(|failed| failed, PyErr::from_value)
 }
 
+fn memory_of(pool: &Bound<'_, PyAny>) -> PyResult<AnyMemory> {
+    match pool.cast::<Pool>() {
+        Ok(pool) => Ok(AnyMemory::Pool(pool.get().0.clone())),
+        Err(_) => Ok(AnyMemory::Foreign(pool.cast::<Borrowed>()?.get().0.clone())),
+    }
+}
+
 fn bad_rank(message: String) -> ApiError {
     ApiError::new(400, "bad_rank", message)
 }
@@ -93,6 +101,7 @@ struct Options {
 /// A rank of this process. It ends with `stop`, or when nobody holds it any more.
 #[pyclass(module = "ferry", frozen)]
 pub(crate) struct Rank {
+    rooms: room::Rooms,
     handle: RankHandle,
     engine: Engine,
     regions: Vec<Region>,
@@ -106,7 +115,7 @@ struct Parts {
 
 async fn start(
     request: AttachRequest,
-    pools: Vec<Memory>,
+    pools: Vec<AnyMemory>,
     options: Options,
     metrics: Arc<TransferMetrics>,
 ) -> Result<Parts, ApiError> {
@@ -159,7 +168,7 @@ impl Rank {
     fn new(
         py: Python<'_>,
         description: &str,
-        pools: Vec<Bound<'_, Pool>>,
+        pools: Vec<Bound<'_, PyAny>>,
         host: String,
         transports: Vec<String>,
         cma_trust_descriptors: bool,
@@ -182,7 +191,7 @@ impl Rank {
                 ..Timeouts::default()
             },
         };
-        let pools = pools.iter().map(|pool| pool.get().0.clone()).collect();
+        let pools = pools.iter().map(memory_of).collect::<PyResult<_>>()?;
         let metrics = Arc::clone(&metrics()?.1);
         let started = runtime::run(py, move || start(request, pools, options, metrics))?;
         let Parts {
@@ -191,6 +200,7 @@ impl Rank {
             handle,
         } = started.map_err(|error| raised(py, &error))?;
         Ok(Self {
+            rooms: room::Rooms::start(&handle),
             handle,
             engine,
             regions,
@@ -234,6 +244,23 @@ impl Rank {
         self.ask(py, |handle| block_on(handle.open(open)))
     }
 
+    /// Opens a room and follows it: no call of what is returned waits for the rank.
+    #[pyo3(signature = (room, bootstrap = None, prefill_dp_rank = None))]
+    fn follow(
+        &self,
+        room: u64,
+        bootstrap: Option<String>,
+        prefill_dp_rank: Option<u32>,
+    ) -> room::Room {
+        let open = OpenRoom {
+            room,
+            bootstrap,
+            prefill_dp_rank,
+            aux_index: None,
+        };
+        self.rooms.open(open)
+    }
+
     /// Says where a room's state must land.
     fn announce(
         &self,
@@ -267,6 +294,7 @@ impl Rank {
             kv_indices: indices(kv_indices)?,
             state_indices: indices_of_states(state_indices)?,
             num_kv_tokens,
+            aux_index: None,
             last,
         };
         self.ask(py, |handle| block_on(handle.send_chunk(room, chunk)))
@@ -362,6 +390,7 @@ const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(metrics_text, module)?)?;
     module.add_class::<Rank>()?;
+    module.add_class::<room::Room>()?;
     module.add_class::<view::RoomView>()?;
     module.add_class::<view::TransferView>()
 }

@@ -3,7 +3,7 @@
 //! pid and addresses, which our `cma` transport serves where it is told to trust them.
 //!
 //! The same requests also run between SGLang's ranks alone, with its own bootstrap server, over the
-//! `mori` of our Python wheel.
+//! `mori` of our Python wheel; and with the manager of our plugin on one side and on both.
 //!
 //! Every test compares every byte of every destination with what the model's logical shape says,
 //! those that must not change too.
@@ -12,6 +12,8 @@ mod dummies;
 mod ends;
 mod model;
 mod module_ends;
+mod mooncake;
+mod plugin;
 mod rank;
 mod releases;
 mod requests;
@@ -33,12 +35,33 @@ enum Direction {
     SglangToOurs,
     /// No rank is ours, the data plane of all is.
     SglangToSglang,
+    /// The prefill has the manager of our plugin.
+    ManagerToSglang,
+    /// The decode has it.
+    SglangToManager,
+    /// Both have it.
+    ManagerToManager,
 }
 
 impl Direction {
+    /// Whether every rank is a process with SGLang's interface, over our Python module.
+    fn is_over_our_module(self) -> bool {
+        !matches!(self, Self::OursToSglang | Self::SglangToOurs)
+    }
+
+    /// The roles whose manager is our plugin's.
+    const fn managers(self) -> &'static [Role] {
+        match self {
+            Self::ManagerToSglang => &[Role::Prefill],
+            Self::SglangToManager => &[Role::Decode],
+            Self::ManagerToManager => &[Role::Prefill, Role::Decode],
+            Self::OursToSglang | Self::SglangToOurs | Self::SglangToSglang => &[],
+        }
+    }
+
     /// Says loudly when a test cannot run here.
     fn can_run(self, test: &str, setting: &Setting) -> bool {
-        if self == Self::SglangToSglang
+        if self.is_over_our_module()
             && let Err(reason) = SglangPeer::imports_our_module()
         {
             skip(test, &reason);
@@ -79,6 +102,9 @@ macro_rules! every_direction {
     ($($tests:tt)+) => {
         both_directions! { $($tests)+ }
         one_direction! { sglang_over_our_module, SglangToSglang, $($tests)+ }
+        one_direction! { our_manager_to_sglang, ManagerToSglang, $($tests)+ }
+        one_direction! { sglang_to_our_manager, SglangToManager, $($tests)+ }
+        one_direction! { our_manager_to_itself, ManagerToManager, $($tests)+ }
     };
 }
 pub(crate) use every_direction;
@@ -92,6 +118,9 @@ fn setting() -> Setting {
         aux_by_write: false,
         fault_opt: None,
         is_over_our_module: false,
+        managers: &[],
+        backend: "mori",
+        environment: Vec::new(),
         module_fault: "",
     }
 }
@@ -142,9 +171,10 @@ const fn tp(prefill_tp: u32, decode_tp: u32) -> Sizes {
 impl Cluster {
     /// Starts all ranks; our bootstrap server is between them, or SGLang's where no rank is ours.
     async fn start(setting: &Setting, direction: Direction, sizes: Sizes) -> Self {
-        if direction == Direction::SglangToSglang {
+        if direction.is_over_our_module() {
             let setting = Setting {
                 is_over_our_module: true,
+                managers: direction.managers(),
                 ..setting.clone()
             };
             let address = free_address(setting.host);
@@ -179,9 +209,7 @@ impl Cluster {
                 Direction::OursToSglang => {
                     Rank::start_ours(setting, Role::Prefill, place, bootstrap).await
                 }
-                Direction::SglangToOurs | Direction::SglangToSglang => {
-                    Rank::start_sglang(setting, Role::Prefill, place, bootstrap, serves)
-                }
+                _ => Rank::start_sglang(setting, Role::Prefill, place, bootstrap, serves),
             });
         }
         let mut decodes = Vec::new();
@@ -193,12 +221,10 @@ impl Cluster {
                 dcp_rank: tp_rank % sizes.decode_dcp,
             };
             decodes.push(match direction {
-                Direction::OursToSglang | Direction::SglangToSglang => {
-                    Rank::start_sglang(setting, Role::Decode, place, bootstrap, false)
-                }
                 Direction::SglangToOurs => {
                     Rank::start_ours(setting, Role::Decode, place, bootstrap).await
                 }
+                _ => Rank::start_sglang(setting, Role::Decode, place, bootstrap, false),
             });
         }
         Self {

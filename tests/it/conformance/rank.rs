@@ -42,6 +42,12 @@ pub struct Setting {
     pub fault_opt: Option<FaultSpec>,
     /// Whether SGLang's ranks move bytes by the wheel's `mori` instead of the double.
     pub is_over_our_module: bool,
+    /// The roles whose manager is our plugin's; then the bootstrap server of a prefill is, too.
+    pub managers: &'static [Role],
+    /// SGLang's backend: `mori` or `mooncake`.
+    pub backend: &'static str,
+    /// More of the environment of SGLang's ranks.
+    pub environment: Vec<(&'static str, String)>,
     /// A fault of that module, as `FaultSpec` reads it.
     pub module_fault: &'static str,
 }
@@ -183,6 +189,15 @@ impl Rank {
         if setting.is_over_our_module {
             environment["SGLCONF_MORI"] = json!("installed");
             environment["FERRY_INJECT_FAULT"] = json!(setting.module_fault);
+        }
+        environment["SGLCONF_BACKEND"] = json!(setting.backend);
+        for (variable, value) in &setting.environment {
+            environment[variable] = json!(value);
+        }
+        if setting.managers.contains(&role) {
+            environment["SGLCONF_PLUGIN"] = json!("1");
+            environment["FERRY_MANAGER"] = json!("1");
+            environment["FERRY_METRICS_PORT"] = json!("0");
         }
         let args = shape.sglang_args();
         let configuration = json!({
@@ -406,6 +421,7 @@ impl Rank {
                     kv_indices: indices(pages),
                     state_indices: states.filter(|_| end.is_last).collect(),
                     num_kv_tokens: Some(end.tokens),
+                    aux_index: None,
                     last: end.is_last,
                 };
                 let sent = rank.handle.send_chunk(room, chunk).await;

@@ -208,6 +208,7 @@ fn whole_chunk() -> Chunk {
         kv_indices: Indices(SRC_PAGES.to_vec()),
         state_indices: vec![Some(Indices(vec![SRC_SLOT]))],
         num_kv_tokens: None,
+        aux_index: None,
         last: true,
     }
 }

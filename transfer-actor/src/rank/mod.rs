@@ -212,6 +212,7 @@ impl RankHandle {
                 .map(|indices| indices.unwrap_or_default().0)
                 .collect(),
             num_kv_tokens_opt: chunk.num_kv_tokens,
+            aux_index_opt: chunk.aux_index,
             is_last: chunk.last,
         };
         self.command(Event::Chunk { room, chunk }, room).await

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::ids::ByteLen;
 use common::topology::ParallelConfig;
-use io_engine::{Engine, EngineConfig, Memory, Region};
+use io_engine::{AnyMemory, Engine, EngineConfig, Memory, Region};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
@@ -264,9 +264,11 @@ fn take_memory(
         place_layout(&request.layout, &request.pools).map_err(|error| error.to_string())?;
     let pools = request.pools.iter().zip(fds).enumerate();
     let pools = pools.map(|(at, (bytes, fd))| {
-        Memory::from_fd(fd, ByteLen(*bytes)).map_err(|error| format!("pool {at}: {error}"))
+        let memory = Memory::from_fd(fd, ByteLen(*bytes));
+        let memory = memory.map_err(|error| format!("pool {at}: {error}"))?;
+        Ok(AnyMemory::Pool(memory))
     });
-    let pools: Vec<Memory> = pools.collect::<Result<_, _>>()?;
+    let pools: Vec<AnyMemory> = pools.collect::<Result<_, String>>()?;
     let mut engine_config =
         EngineConfig::new(engine_key(request, &config.host), config.host.clone());
     engine_config.transports = config.transports.clone();

@@ -2,7 +2,7 @@
 
 use common::ids::{ByteLen, ByteOffset};
 use common::schema::{AttentionKind, KvLayout, RankLayout, StateKind, StateLayout, TensorLayout};
-use io_engine::{Engine, Memory, Region};
+use io_engine::{AnyMemory, Engine, Region};
 
 use crate::api::{AttachRequest, AttentionSpec, LayoutSpec, StateSpec, TensorSpec};
 use crate::rank::RankBuffers;
@@ -106,7 +106,7 @@ pub fn register_buffers(
     engine: &Engine,
     spec: &LayoutSpec,
     layout: RankLayout,
-    pools: &[Memory],
+    pools: &[AnyMemory],
 ) -> Result<(RankBuffers, Vec<Region>), String> {
     let mut regions = Vec::new();
     let mut list = |label: &str, specs: &[TensorSpec], tensors: &[TensorLayout]| {
@@ -115,7 +115,8 @@ pub fn register_buffers(
             let Some(pool) = pools.get(spec.pool).filter(|_| tensor.bytes.get() > 0) else {
                 return Ok(None);
             };
-            let region = engine.register(pool, ByteOffset(spec.offset), tensor.bytes, label);
+            let offset = ByteOffset(spec.offset);
+            let region = engine.register(pool.clone(), offset, tensor.bytes, label);
             let region = region.map_err(|error| format!("{label}: {error}"))?;
             regions.push(region.clone());
             Ok(Some(region))

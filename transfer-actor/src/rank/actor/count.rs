@@ -5,6 +5,7 @@ use std::time::Instant;
 use common::wire::KvPoll;
 use io_engine::TransportKind;
 
+use crate::metrics::TransferLabels;
 use crate::rank::actor::RankActor;
 use crate::rank::core::{ComponentOutcome, ComponentReport, Counted};
 
@@ -61,18 +62,12 @@ impl RankActor {
                 transport,
             } => {
                 self.tally.moved(component, *bytes);
-                let labels = [component, *transport, role];
-                self.metrics.bytes.with_label_values(&labels).inc_by(*bytes);
-                self.metrics
-                    .ranges
-                    .with_label_values(&labels)
-                    .inc_by(*ranges);
-                let labels = [component, *transport, role, "success"];
-                self.metrics.operations.with_label_values(&labels).inc();
-                self.metrics
-                    .seconds
-                    .with_label_values(&labels)
-                    .observe(elapsed.as_secs_f64());
+                let labels = TransferLabels {
+                    component,
+                    transport,
+                    role,
+                };
+                self.metrics.moved(labels, (*bytes, *ranges), *elapsed);
                 if *truncated_items > 0 {
                     let counter = self.metrics.truncated_items.with_label_values(&[component]);
                     counter.inc_by(*truncated_items);
@@ -88,17 +83,13 @@ impl RankActor {
                 transport,
                 ..
             } => {
-                let outcome = if *kind == "cancelled" {
-                    "aborted"
-                } else {
-                    "failed"
+                let labels = TransferLabels {
+                    component,
+                    transport,
+                    role,
                 };
-                let labels = [component, *transport, role, outcome];
-                self.metrics.operations.with_label_values(&labels).inc();
-                if outcome == "failed" {
+                if self.metrics.not_moved(labels, kind) {
                     self.tally.failed(component);
-                    let labels = [component, *transport, role, *kind];
-                    self.metrics.failures.with_label_values(&labels).inc();
                     let (room, endpoint) = (report.key.room, &report.key.endpoint);
                     tracing::warn!(%room, %endpoint, component, transport, reason, "a transfer failed");
                 }

@@ -126,6 +126,8 @@ pub struct ChunkCommand {
     pub state_indices: Vec<Vec<i32>>,
     /// Tokens in this chunk; needed when pages are re-split by token.
     pub num_kv_tokens_opt: Option<u64>,
+    /// Row of the aux buffers, if it is not the one that the room was opened with.
+    pub aux_index_opt: Option<u32>,
     /// Whether this is the last chunk.
     pub is_last: bool,
 }

@@ -257,7 +257,8 @@ impl PrefillRoom {
         let Some(dst_row) = target.info.aux_index.filter(|_| link.planner.sends_aux()) else {
             return Ok(());
         };
-        let src_row = self.aux_index_opt.ok_or(ChunkError::NotSent {
+        let src_row_opt = chunk.aux_index_opt.or(self.aux_index_opt);
+        let src_row = src_row_opt.ok_or(ChunkError::NotSent {
             component: common::metrics::COMPONENT_AUX,
         })?;
         link.planner.check_aux(src_row)?;

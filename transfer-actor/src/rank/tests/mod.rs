@@ -326,6 +326,7 @@ impl TestRank {
                     Vec::new()
                 },
                 num_kv_tokens: None,
+                aux_index: None,
                 last: is_last,
             },
         );

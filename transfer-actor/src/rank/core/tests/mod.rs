@@ -286,6 +286,7 @@ fn chunk(pages: impl IntoIterator<Item = i32>, is_last: bool) -> ChunkCommand {
         kv_indices: pages.into_iter().collect(),
         state_indices: if is_last { vec![vec![1]] } else { Vec::new() },
         num_kv_tokens_opt: None,
+        aux_index_opt: None,
         is_last,
     }
 }
