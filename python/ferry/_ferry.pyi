@@ -310,6 +310,8 @@ class Rank:
         bootstrap_timeout_s: float,
         waiting_timeout_s: float,
         transfer_timeout_s: float,
+        heartbeat_interval_s: float,
+        heartbeat_misses: int,
     ) -> None: ...
     @property
     def engine_key(self) -> str: ...

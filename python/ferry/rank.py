@@ -73,11 +73,14 @@ class _Rank:
         bootstrap_timeout_s: float = 300,
         waiting_timeout_s: float = 300,
         transfer_timeout_s: float = 300,
+        heartbeat_interval_s: float = 5,
+        heartbeat_misses: int = 2,
     ) -> None:
         """Start a rank; a prefill is registered at its bootstrap server (`host:port`) then.
 
         `host` is the address at which peers reach it. `RankError` says what is wrong with the
-        description, or which server did not answer within `bootstrap_timeout_s`.
+        description, or which server did not answer within `bootstrap_timeout_s`. A decode asks its
+        prefill ranks every `heartbeat_interval_s`; one that misses `heartbeat_misses` is dead.
         """
         parts, pools = describe(layout, parallel or Parallel(), engine or Engine())
         request = parts | {"role": self._role, "bootstrap": bootstrap}
@@ -90,6 +93,8 @@ class _Rank:
             bootstrap_timeout_s=bootstrap_timeout_s,
             waiting_timeout_s=waiting_timeout_s,
             transfer_timeout_s=transfer_timeout_s,
+            heartbeat_interval_s=heartbeat_interval_s,
+            heartbeat_misses=heartbeat_misses,
         )
         self._stop = weakref.finalize(self, self._native.stop, "the engine has ended")
 

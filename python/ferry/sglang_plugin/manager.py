@@ -148,6 +148,8 @@ class FerryKVManager(CommonKVManager):
         timeouts = {
             "bootstrap_timeout_s": envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
             "waiting_timeout_s": envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
+            "heartbeat_interval_s": envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get(),
+            "heartbeat_misses": max(1, envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.get()),
         }
         role = PrefillRank if is_prefill else DecodeRank
         self._rank = role(

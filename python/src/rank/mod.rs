@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::plan::PlannerOptions;
 use common::topology::ParallelConfig;
 use futures::executor::block_on;
-use io_engine::{AnyMemory, Engine, EngineConfig, Region, TransportKind};
+use io_engine::{AnyMemory, Engine, EngineConfig, FaultSpec, Region, TransportKind};
 use prometheus::{Registry, TextEncoder};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -95,6 +95,7 @@ struct Options {
     host: String,
     transports: Vec<TransportKind>,
     cma_trust_descriptors: bool,
+    fault_opt: Option<FaultSpec>,
     timeouts: Timeouts,
 }
 
@@ -134,6 +135,7 @@ async fn start(
     config.tcp_bind = bind;
     config.transports = options.transports;
     config.cma_trust_descriptors = options.cma_trust_descriptors;
+    config.fault_opt = options.fault_opt;
     let engine = Engine::start(config).map_err(|error| bad_rank(error.to_string()))?;
     let (buffers, regions) =
         register_buffers(&engine, &request.layout, layout, &pools).map_err(bad_rank)?;
@@ -163,7 +165,8 @@ impl Rank {
     /// Starts a rank. `description` is the JSON of an attach request; `pools` are in its order.
     #[new]
     #[pyo3(signature = (description, pools, *, host, transports, cma_trust_descriptors,
-                        bootstrap_timeout_s, waiting_timeout_s, transfer_timeout_s))]
+                        bootstrap_timeout_s, waiting_timeout_s, transfer_timeout_s,
+                        heartbeat_interval_s, heartbeat_misses))]
     #[allow(clippy::too_many_arguments, reason = "all but two are named")]
     fn new(
         py: Python<'_>,
@@ -175,6 +178,8 @@ impl Rank {
         bootstrap_timeout_s: f64,
         waiting_timeout_s: f64,
         transfer_timeout_s: f64,
+        heartbeat_interval_s: f64,
+        heartbeat_misses: u32,
     ) -> PyResult<Self> {
         let request: AttachRequest = serde_json::from_str(description)
             .map_err(|error| raised(py, &bad_rank(format!("the rank's description: {error}"))))?;
@@ -184,10 +189,13 @@ impl Rank {
             host,
             transports: kinds.map_err(|error| raised(py, &bad_rank(error)))?,
             cma_trust_descriptors,
+            fault_opt: crate::mori::fault()?,
             timeouts: Timeouts {
                 bootstrap: seconds(bootstrap_timeout_s)?,
                 waiting: seconds(waiting_timeout_s)?,
                 transfer: seconds(transfer_timeout_s)?,
+                heartbeat: seconds(heartbeat_interval_s)?,
+                heartbeat_misses,
                 ..Timeouts::default()
             },
         };

@@ -83,32 +83,68 @@ async fn a_stalled_write_of_our_module() {
     assert!(!cluster.decodes[0].is_release_safe(ROOM).await);
 }
 
-/// SGLang's decode notices by the heartbeats of the bootstrap server that died with its prefill.
-#[actix_rt::test]
-async fn the_prefill_dies() {
-    if !Direction::SglangToSglang.can_run("the_prefill_dies", &setting()) {
-        return;
-    }
-    let mut cluster = start("").await;
-    let request = request(ROOM);
-    cluster.open(&request).await;
-    send_first_chunk(&mut cluster, &request).await;
-    kill(&mut cluster.prefills[0]);
-    cluster.decodes[0].reach(ROOM, RoomStatus::Failed).await;
-    let landed = first_chunk(&request);
-    cluster.decodes[0].check(Some((ROOM, &landed, 0)));
+/// Declares each test for SGLang's manager on both sides, and for our plugin's on either and both.
+macro_rules! every_manager {
+    ($($tests:tt)+) => {
+        one_direction! { sglang_over_our_module, SglangToSglang, $($tests)+ }
+        one_direction! { our_manager_to_sglang, ManagerToSglang, $($tests)+ }
+        one_direction! { sglang_to_our_manager, SglangToManager, $($tests)+ }
+        one_direction! { our_manager_to_itself, ManagerToManager, $($tests)+ }
+    };
 }
 
-#[actix_rt::test]
-async fn the_decode_dies() {
-    if !Direction::SglangToSglang.can_run("the_decode_dies", &setting()) {
-        return;
+fn heard_often() -> Setting {
+    Setting {
+        environment: vec![("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2".to_owned())],
+        ..setting()
     }
-    let mut cluster = start("").await;
-    let request = request(ROOM);
-    cluster.open(&request).await;
-    send_first_chunk(&mut cluster, &request).await;
-    kill(&mut cluster.decodes[0]);
-    cluster.send_chunk(&request, 1).await;
-    cluster.prefills[0].reach(ROOM, RoomStatus::Failed).await;
+}
+
+every_manager! {
+    // SGLang's decode notices by the heartbeats of the bootstrap server that dies with its prefill.
+    the_prefill_dies => |direction| async move {
+        let mut cluster = Cluster::start(&heard_often(), direction, ALONE).await;
+        let request = request(ROOM);
+        cluster.open(&request).await;
+        send_first_chunk(&mut cluster, &request).await;
+        kill(&mut cluster.prefills[0]);
+        cluster.decodes[0].reach(ROOM, RoomStatus::Failed).await;
+        let landed = first_chunk(&request);
+        cluster.decodes[0].check(Some((ROOM, &landed, 0)));
+    };
+    the_decode_dies => |direction| async move {
+        let mut cluster = Cluster::start(&heard_often(), direction, ALONE).await;
+        let request = request(ROOM);
+        cluster.open(&request).await;
+        send_first_chunk(&mut cluster, &request).await;
+        kill(&mut cluster.decodes[0]);
+        cluster.send_chunk(&request, 1).await;
+        cluster.prefills[0].reach(ROOM, RoomStatus::Failed).await;
+    };
+}
+
+/// A failed write of our manager's prefill is known to have stopped: both sides end with its reason,
+/// the pages may be used again, and the next request is served.
+#[actix_rt::test]
+async fn a_failed_write_of_our_manager() {
+    for direction in [Direction::ManagerToSglang, Direction::ManagerToManager] {
+        let setting = Setting {
+            module_fault: "fail:kv:0",
+            ..setting()
+        };
+        if !direction.can_run("a_failed_write_of_our_manager", &setting) {
+            return;
+        }
+        let mut cluster = Cluster::start(&setting, direction, ALONE).await;
+        let failed = request(ROOM);
+        cluster.open(&failed).await;
+        cluster.send_chunk(&failed, 0).await;
+        for side in [&mut cluster.prefills[0], &mut cluster.decodes[0]] {
+            let reason = side.reach(ROOM, RoomStatus::Failed).await;
+            assert!(reason.contains("an injected fault failed"), "{reason}");
+        }
+        cluster.decodes[0].prepare(None);
+        let next = request(ROOM + 1);
+        cluster.transfer(&next).await;
+    }
 }
