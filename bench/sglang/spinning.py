@@ -1,9 +1,9 @@
 """What a thread of Python that computes costs transfers of the same process.
 
-A process writes batches into another one, and measures from the call to the end of the transfer,
-with and without a thread that never gives the interpreter's lock up of its own accord, turn by
-turn. The time that counts is the transfer's own, as the module counts it in its metrics: the caller
-is Python, whom such a thread delays whatever it waits for.
+A process writes batches into another one: alone, with a thread that never gives the interpreter's
+lock up of its own accord, and beside another process that computes as much, which takes a core but
+no lock; turn by turn. The time that counts is the transfer's own, as the module counts it in its
+metrics: the caller is Python, whom such a thread delays whatever it waits for.
 """
 
 import argparse
@@ -60,6 +60,14 @@ class Spinner:
                 self.turns += 1
 
 
+def spin_elsewhere(is_on):
+    """Compute in a process of its own while that is switched on."""
+    turns = 0
+    while is_on.wait():
+        for _ in range(10000):
+            turns += 1
+
+
 def main():
     """Measure and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -74,26 +82,31 @@ def main():
     far, spinner = io.MemoryDesc.unpack(memory), Spinner()
     places = np.random.default_rng(1).permutation(2 * RANGES)[:RANGES] * RANGE_BYTES
     sizes = np.full(RANGES, RANGE_BYTES)
-    taken = {False: [], True: []}
-    for turn in range(2 * options.rounds):
-        spins = turn % 2 == 1
-        if spins:
-            spinner.is_on.set()
+    elsewhere = spawn.Event()
+    spawn.Process(target=spin_elsewhere, args=(elsewhere,), daemon=True).start()
+    switches = {"alone": None, "thread": spinner.is_on, "process": elsewhere}
+    taken = {kind: [] for kind in switches}
+    for turn in range(3 * options.rounds):
+        kind, switch = list(switches.items())[turn % 3]
+        if switch:
+            switch.set()
         before = seconds_of_transfers()
         for number in range(8):
             status = engine.batch_write([near], [places], [far], [places[::-1]], [sizes], [number])
             if engine.wait_all(status) != io.StatusCode.SUCCESS:
                 raise RuntimeError(status[0].Message())
         after = seconds_of_transfers()
-        spinner.is_on.clear()
-        if turn > 1:
-            taken[spins].append((after[0] - before[0]) / (after[1] - before[1]))
+        if switch:
+            switch.clear()
+        if turn > 2:
+            taken[kind].append((after[0] - before[0]) / (after[1] - before[1]))
         time.sleep(0.01)
-    quiet, spinning = (statistics.median(taken[spins]) for spins in (False, True))
-    rate = RANGES * RANGE_BYTES / quiet / 1e9
+    alone, thread, process = (statistics.median(times) for times in taken.values())
+    rate = RANGES * RANGE_BYTES / alone / 1e9
     print(
-        f"a transfer of {RANGES * RANGE_BYTES >> 20} MiB: {quiet * 1e3:.3f} ms ({rate:.2f} GB/s),"
-        f" beside a thread that computes {spinning * 1e3:.3f} ms: {spinning / quiet - 1:+.1%}"
+        f"a transfer of {RANGES * RANGE_BYTES >> 20} MiB: {alone * 1e3:.3f} ms ({rate:.2f} GB/s);"
+        f" beside another process that computes {process * 1e3:.3f} ms;"
+        f" beside a thread that computes {thread * 1e3:.3f} ms, {thread / process - 1:+.1%} to that"
     )
 
 
