@@ -70,6 +70,19 @@ impl Rooms {
         (now.duration_since(*bound) < self.lifetime).then_some(*dp_rank)
     }
 
+    /// The ranks that rooms are bound to, in their order; for many rooms, faster than one by one.
+    pub fn get_all(&self, rooms: &[u64], now: Instant) -> Vec<Option<u32>> {
+        // Before the machine has run for a lifetime nothing can be older than one.
+        let oldest_opt = now.checked_sub(self.lifetime);
+        let find = |room| {
+            let (bound, dp_rank) = self.ranks.get(room)?;
+            oldest_opt
+                .is_none_or(|oldest| *bound > oldest)
+                .then_some(*dp_rank)
+        };
+        rooms.iter().map(find).collect()
+    }
+
     /// The rooms behind one, by number, at most `limit` of them: room, rank, age.
     pub fn after(
         &self,
@@ -159,6 +172,10 @@ mod tests {
         assert_eq!(rooms.get(0, begin), None);
         assert_eq!(rooms.get(2, begin + after(601)), Some(5));
         assert_eq!(rooms.get(1, begin + after(601)), None);
+        assert_eq!(
+            rooms.get_all(&[2, 1, 0], begin + after(601)),
+            [Some(5), None, None]
+        );
         rooms.expire(begin + after(700));
         assert_eq!((rooms.len(), total.load(Ordering::Relaxed)), (0, 0));
     }

@@ -16,7 +16,6 @@ use crate::guard::Who;
 use crate::guard::audit::Reason;
 use crate::probe::may_probe;
 use crate::registry::{Command, RankId, Refused, Registration};
-use crate::rooms::Rooms;
 use crate::writer::{WriteError, now};
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -32,6 +31,8 @@ const RANK_NAMES: [&str; 4] = [
 const MAX_ROOM: u64 = i64::MAX as u64;
 /// Rooms of one query at most; SGLang asks for those of one scheduling step.
 const MAX_QUERY_ROOMS: usize = 65_536;
+/// Digits of [`MAX_ROOM`].
+const MAX_ROOM_DIGITS: usize = 19;
 /// Bytes of a room and its rank in an answer, usually.
 const ROOM_BYTES: usize = 28;
 
@@ -246,24 +247,17 @@ pub(crate) async fn query_dp_ranks(
         Ok(asked) => asked,
         Err(reason) => return bad_request(reason),
     };
-    let response = json(dp_ranks(&asked, &port.rooms()).into());
+    // Bound outside of the next line, the table would stay locked while the answer is written.
+    let ranks = port.rooms().get_all(&asked, Instant::now());
+    let response = json(dp_ranks(&asked, &ranks).into());
     with_generation(response, port.answers().as_deref())
-}
-
-#[derive(serde::Deserialize)]
-struct RoomQuery {
-    bootstrap_rooms: Vec<u64>,
 }
 
 /// What SGLang sends is read in one pass; a body that has anything else is read again by the same
 /// rules as all others, which find what is wrong with it.
 fn asked_rooms(body: &[u8]) -> Result<Vec<u64>, fields::FieldError> {
-    if body.starts_with(b"{")
-        && let Ok(RoomQuery { bootstrap_rooms }) = serde_json::from_slice(body)
-        && bootstrap_rooms.len() <= MAX_QUERY_ROOMS
-        && bootstrap_rooms.iter().all(|room| *room <= MAX_ROOM)
-    {
-        return Ok(bootstrap_rooms);
+    if let Some(rooms) = plain_rooms(body) {
+        return Ok(rooms);
     }
     let map = fields::object(body)?;
     let rooms = map
@@ -282,18 +276,64 @@ fn asked_rooms(body: &[u8]) -> Result<Vec<u64>, fields::FieldError> {
         .collect()
 }
 
-/// The rooms that are known with their ranks as JSON, in the order in which they are asked for.
-fn dp_ranks(asked: &[u64], rooms: &Rooms) -> Vec<u8> {
-    let now = Instant::now();
-    let mut seen: HashSet<u64, RandomState> =
-        HashSet::with_capacity_and_hasher(asked.len(), RandomState::default());
+/// Reads `{"bootstrap_rooms": [1, 2, 3]}` with any spacing: good rooms only, and nothing else in it.
+fn plain_rooms(body: &[u8]) -> Option<Vec<u64>> {
+    fn token<'body>(body: &'body [u8], token: &[u8]) -> Option<&'body [u8]> {
+        body.trim_ascii_start().strip_prefix(token)
+    }
+    let mut rest = token(body, b"{")?;
+    for part in [b"\"bootstrap_rooms\"".as_slice(), b":", b"["] {
+        rest = token(rest, part)?;
+    }
+    let mut rooms = Vec::with_capacity(rest.len() / ROOM_BYTES + 1);
+    if let Some(empty) = token(rest, b"]") {
+        rest = empty;
+    } else {
+        loop {
+            rest = rest.trim_ascii_start();
+            let length = rest
+                .iter()
+                .position(|byte| !byte.is_ascii_digit())
+                .filter(|length| (1..=MAX_ROOM_DIGITS).contains(length))?;
+            let (digits, behind) = rest.split_at(length);
+            let room = digits
+                .iter()
+                .fold(0, |room, digit| room * 10 + u64::from(digit - b'0'));
+            if room > MAX_ROOM || (digits[0] == b'0' && length > 1) {
+                return None;
+            }
+            rooms.push(room);
+            match token(behind, b",") {
+                Some(next) => rest = next,
+                None => {
+                    rest = token(behind, b"]")?;
+                    break;
+                }
+            }
+        }
+    }
+    let end = token(rest, b"}")?;
+    (end.trim_ascii_start().is_empty() && rooms.len() <= MAX_QUERY_ROOMS).then_some(rooms)
+}
+
+/// The rooms that are known with their ranks as JSON, in the order in which they are asked for;
+/// one that is asked for again is told once.
+fn dp_ranks(asked: &[u64], ranks: &[Option<u32>]) -> Vec<u8> {
+    // SGLang asks for rooms as they came, which are often in order; then none is there twice.
+    let mut seen_opt = (!asked.is_sorted_by(|left, right| left < right))
+        .then(HashSet::<u64, RandomState>::default);
     let mut body = Vec::with_capacity(asked.len() * ROOM_BYTES + 2);
     let mut numbers = (itoa::Buffer::new(), itoa::Buffer::new());
     body.push(b'{');
-    for room in asked {
-        let Some(dp_rank) = rooms.get(*room, now).filter(|_| seen.insert(*room)) else {
+    for (room, dp_rank_opt) in asked.iter().zip(ranks) {
+        let Some(dp_rank) = *dp_rank_opt else {
             continue;
         };
+        if let Some(seen) = &mut seen_opt
+            && !seen.insert(*room)
+        {
+            continue;
+        }
         body.extend_from_slice(if body.len() == 1 { b"\"" } else { b", \"" });
         body.extend_from_slice(numbers.0.format(*room).as_bytes());
         body.extend_from_slice(b"\": ");
@@ -313,4 +353,45 @@ pub(crate) async fn health(request: HttpRequest, port: ByPort) -> HttpResponse {
         Some(reason) => text(StatusCode::SERVICE_UNAVAILABLE, reason),
     };
     with_generation(response, port.answers().as_deref())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plain_list_of_rooms_is_read_as_json_reads_it() {
+        for (body, rooms) in [
+            (
+                r#"{"bootstrap_rooms": [7, 0, 9223372036854775807]}"#,
+                Some(vec![7, 0, MAX_ROOM]),
+            ),
+            (" {\n\"bootstrap_rooms\" :[ 7 ,7]\t} ", Some(vec![7, 7])),
+            (r#"{"bootstrap_rooms":[]}"#, Some(Vec::new())),
+            (r#"{"bootstrap_rooms": [9223372036854775808]}"#, None),
+            (r#"{"bootstrap_rooms": [10000000000000000000000]}"#, None),
+            (r#"{"bootstrap_rooms": [07]}"#, None),
+            (r#"{"bootstrap_rooms": [-7]}"#, None),
+            (r#"{"bootstrap_rooms": [7.0]}"#, None),
+            (r#"{"bootstrap_rooms": [7,]}"#, None),
+            (r#"{"bootstrap_rooms": [7"#, None),
+            (r#"{"bootstrap_rooms": [7]"#, None),
+            (r#"{"bootstrap_rooms": [7]} x"#, None),
+            (r#"{"bootstrap_rooms": [7], "more": 1}"#, None),
+            (r#"{"bootstrap_rooms": "7"}"#, None),
+            ("", None),
+        ] {
+            assert_eq!(plain_rooms(body.as_bytes()), rooms, "{body}");
+        }
+    }
+
+    #[test]
+    fn a_room_that_is_asked_for_twice_is_told_once() {
+        let told = |asked: &[u64], ranks: &[Option<u32>]| {
+            String::from_utf8(dp_ranks(asked, ranks)).expect("text")
+        };
+        let ranks = [Some(1), None, Some(1), Some(2)];
+        assert_eq!(told(&[5, 6, 5, 4], &ranks), r#"{"5": 1, "4": 2}"#);
+        assert_eq!(told(&[5, 6, 7, 8], &ranks), r#"{"5": 1, "7": 1, "8": 2}"#);
+    }
 }
