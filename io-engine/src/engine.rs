@@ -652,10 +652,11 @@ impl EngineInner {
             session.close();
         }
         #[cfg(feature = "rdma")]
-        self.foreign_endpoints
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clear();
+        if let Ok(rails) = &self.rails {
+            // Before peers' connections are closed, whose end tells them that nothing of theirs
+            // comes in any more.
+            rails.end_accepted();
+        }
         for stream in taken(&self.tcp_peers) {
             // The peer may have closed it already; either way its thread ends.
             let _ = stream.shutdown(Shutdown::Both);

@@ -5,5 +5,11 @@ mod exactness;
 mod foreign;
 mod lifetimes;
 mod peers;
+#[cfg(feature = "rdma")]
+mod rdma;
+#[cfg(feature = "rdma")]
+mod rdma_faults;
+#[cfg(feature = "rdma")]
+mod rdma_handshake;
 mod refusals;
 mod support;

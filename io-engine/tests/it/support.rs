@@ -44,7 +44,7 @@ pub(crate) fn has_rdma_device() -> bool {
 }
 
 #[cfg(not(feature = "rdma"))]
-fn has_rdma_device() -> bool {
+pub(crate) fn has_rdma_device() -> bool {
     false
 }
 

@@ -1,7 +1,7 @@
 //! Control messages over TCP, from the side that asks.
 
 use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +27,8 @@ pub(crate) struct PeerAddress {
 pub(crate) struct ControlClient {
     peer: PeerAddress,
     stream_opt: Option<Arc<TcpStream>>,
+    /// Whether the peer closed the connection.
+    is_closed: bool,
 }
 
 impl ControlClient {
@@ -34,6 +36,7 @@ impl ControlClient {
         Self {
             peer,
             stream_opt: None,
+            is_closed: false,
         }
     }
 
@@ -59,8 +62,12 @@ impl ControlClient {
             Some(stream) => stream,
             None => Arc::new(self.connect().map_err(failed)?),
         };
-        (&*stream).write_all(&message).map_err(failed)?;
-        let (answered, body) = receive(&stream).map_err(failed)?.map_err(said)?;
+        let answer = (&*stream).write_all(&message);
+        let answer = answer.and_then(|()| receive(&stream)).map_err(failed);
+        self.is_closed = answer
+            .as_ref()
+            .is_err_and(|error| error.kind() == TransportErrorKind::PeerDead);
+        let (answered, body) = answer?.map_err(said)?;
         if answered != kind {
             return Err(TransportError::quiesced(
                 TransportErrorKind::Protocol,
@@ -71,6 +78,20 @@ impl ControlClient {
             self.stream_opt = Some(stream);
         }
         unpack(&body).map_err(said)
+    }
+
+    /// Ends the connection, and waits until a Ferry engine has closed its end: it destroys the
+    /// queue pairs of the connection before, and if it was killed, its kernel does. Whether it has
+    /// closed it in time.
+    pub(crate) fn finish(&mut self) -> bool {
+        let Some(stream) = self.stream_opt.take() else {
+            return self.is_closed;
+        };
+        // Fails only when the connection has ended already; the read then says how.
+        let _ = stream.shutdown(Shutdown::Write);
+        let ended = (&*stream).read(&mut [0]);
+        let is_reset = |error: io::Error| error.kind() == io::ErrorKind::ConnectionReset;
+        ended.map_or_else(is_reset, |bytes| bytes == 0)
     }
 
     fn connect(&self) -> io::Result<TcpStream> {

@@ -1,7 +1,8 @@
 //! One queue pair at work: pieces of batches posted as chains, and what becomes of them.
 //!
-//! A failed queue pair is stopped and drained first: only then are its batches told, with the proof
-//! that nothing is written over it any more.
+//! A failed queue pair is stopped, drained and destroyed: then this side reads and sends nothing
+//! more. Packets of its writes can still be in the network, so whoever wrote is told only when the
+//! session has heard from the peer that its end is destroyed, too ([`Owed`]).
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,6 +25,9 @@ use crate::transport::rdma::verbs::{CompletionStatus, Finished, Gid, QueuePair};
 const MOST_BYTES: u64 = 4 << 20;
 /// A batch that was given up and of which nothing moves for so long is stuck in the queue pair.
 const STUCK_AFTER: Duration = Duration::from_millis(100);
+/// A stopped queue pair that has not flushed its work by then never will (its device may be gone);
+/// destroying it ends the work, too.
+const DRAINED_AFTER: Duration = Duration::from_secs(1);
 
 /// Who is told.
 pub(crate) enum Owner {
@@ -63,6 +67,9 @@ struct State {
     /// Requests of pieces for which the send queue had no room.
     leftovers: VecDeque<Leftover>,
     failure_opt: Option<TransportError>,
+    /// What failed, until the queue pair has ended.
+    failed: Vec<(Posted, TransportError)>,
+    /// When a chain was last posted to an idle queue pair or came back, or the queue pair failed.
     progressed: Instant,
     // Reused.
     finished: Vec<Finished>,
@@ -86,14 +93,31 @@ struct Leftover {
     status: Arc<Status>,
 }
 
+/// The failure of a write whose packets may still be in the network.
+pub(crate) struct Owed {
+    status: Arc<Status>,
+    error: TransportError,
+}
+
+impl Owed {
+    /// The peer has said that nothing comes in over the queue pair any more.
+    pub(crate) fn tell_with_proof(self) {
+        self.status.piece_done(Err(self.error));
+    }
+
+    /// The peer does not say.
+    pub(crate) fn tell_without_proof(self) {
+        self.status.piece_done(Err(self.error.without_proof()));
+    }
+}
+
 /// What is to be told when the lock is free.
 #[derive(Default)]
 struct News {
-    done: Vec<(Posted, Result<(), TransportError>)>,
+    done: Vec<Posted>,
+    failed: Vec<(Posted, TransportError)>,
     notifications: Vec<Notification>,
     ended_opt: Option<TransportError>,
-    /// Destroyed when nobody waits for the lock.
-    pair_opt: Option<QueuePair>,
     progressed: bool,
 }
 
@@ -116,6 +140,7 @@ impl Endpoint {
                 posted_bytes: 0,
                 leftovers: VecDeque::new(),
                 failure_opt: None,
+                failed: Vec::new(),
                 progressed: Instant::now(),
                 finished: Vec::new(),
                 messages: Vec::new(),
@@ -339,7 +364,7 @@ impl Endpoint {
         self.under_way.fetch_sub(1, Ordering::AcqRel);
         news.progressed = true;
         if finished.status.is_success() {
-            news.done.push((posted, Ok(())));
+            news.done.push(posted);
             return;
         }
         let error = match &state.failure_opt {
@@ -348,7 +373,7 @@ impl Endpoint {
             _ => self.failure(state, finished),
         };
         self.begin_to_fail(state, error.clone());
-        news.done.push((posted, Err(error)));
+        state.failed.push((posted, error));
     }
 
     fn failure(&self, state: &State, finished: &Finished) -> TransportError {
@@ -372,15 +397,15 @@ impl Endpoint {
         if state.failure_opt.is_some() {
             return;
         }
-        self.rail.count_failure();
+        if error.kind() != TransportErrorKind::Closed {
+            self.rail.count_failure();
+        }
         state.failure_opt = Some(error);
+        state.progressed = Instant::now();
         if let Some(Err(error)) = state.pair_opt.as_mut().map(QueuePair::stop) {
             // Destroying it stops it, too.
             tracing::warn!(%error, "a queue pair could not be stopped");
-            state
-                .posted
-                .iter_mut()
-                .for_each(|posted| posted.chain = u64::MAX);
+            state.expect_nothing();
         }
     }
 
@@ -393,45 +418,60 @@ impl Endpoint {
         if !is_drained || state.pair_opt.is_none() {
             return;
         }
-        news.pair_opt = state.pair_opt.take();
+        // Under the lock: whoever finds no queue pair may rely on its end.
+        drop(state.pair_opt.take());
         state.posted_bytes = 0;
         let lost = std::mem::take(&mut state.posted);
         self.under_way.fetch_sub(lost.len(), Ordering::AcqRel);
-        let lost = lost
-            .into_iter()
-            .map(|posted| (posted, Err(failure.clone())));
-        news.done.extend(lost);
+        news.failed = std::mem::take(&mut state.failed);
+        let lost = lost.into_iter().map(|posted| (posted, failure.clone()));
+        news.failed.extend(lost);
         let leftovers = std::mem::take(&mut state.leftovers).into_iter();
-        news.done.extend(leftovers.map(|leftover| {
+        news.failed.extend(leftovers.map(|leftover| {
             let posted = Posted {
                 chain: u64::MAX,
                 bytes: 0,
                 status: leftover.status,
                 job_opt: Some(leftover.job),
             };
-            (posted, Err(failure.clone()))
+            (posted, failure.clone())
         }));
         news.ended_opt = Some(failure);
     }
 
     fn tell(&self, news: News) {
-        // Nothing is written over it from here on, and only then is anybody told.
-        drop(news.pair_opt);
-        for (posted, result) in news.done {
-            // What the batch holds is let go before anybody who waits for its end goes on.
-            drop(posted.job_opt);
-            posted.status.piece_done(result);
+        // What a batch holds is let go before anybody who waits for its end goes on.
+        for Posted {
+            status, job_opt, ..
+        } in news.done
+        {
+            drop(job_opt);
+            status.piece_done(Ok(()));
+        }
+        let mut owed = Vec::new();
+        for (posted, error) in news.failed {
+            let wrote = posted.wrote();
+            let Posted {
+                status, job_opt, ..
+            } = posted;
+            drop(job_opt);
+            match wrote {
+                true => owed.push(Owed { status, error }),
+                // The queue pair is destroyed: nothing comes in over it.
+                false => status.piece_done(Err(error)),
+            }
         }
         match &self.owner {
             Owner::Session(session, place) => {
                 let Some(session) = session.upgrade() else {
-                    return;
+                    // It ends after its queue pairs, so nothing of it can be under way.
+                    return owed.into_iter().for_each(Owed::tell_without_proof);
                 };
                 for notification in news.notifications {
                     session.notified(notification);
                 }
                 match news.ended_opt {
-                    Some(error) => session.endpoint_ended(*place, self, &error),
+                    Some(error) => session.endpoint_ended(*place, self, &error, owed),
                     None if news.progressed => session.pump(),
                     None => {}
                 }
@@ -461,17 +501,36 @@ impl Endpoint {
         self.tell(news);
     }
 
-    /// Stops a queue pair in which a batch that was given up does not move: that is the proof that
-    /// the batch writes no more.
+    /// Destroys the queue pair of a peer: once this has returned, nothing comes in over it.
+    pub(crate) fn destroy(&self) {
+        drop(self.lock().pair_opt.take());
+    }
+
+    /// Whether it is the end of a queue pair that a peer opened.
+    pub(crate) const fn is_accepted(&self) -> bool {
+        matches!(self.owner, Owner::Accepted { .. })
+    }
+
+    /// Stops a queue pair in which a batch that was given up does not move, and ends one that was
+    /// stopped and does not drain.
     pub(crate) fn look_for_stuck(&self) {
         // A completion whose event was missed would be stuck, too.
         self.take_completions(false);
-        let state = self.lock();
-        let is_given_up = state
-            .posted
-            .iter()
-            .any(|posted| posted.status.is_stopping());
-        if !is_given_up || state.failure_opt.is_some() || state.progressed.elapsed() < STUCK_AFTER {
+        let mut state = self.lock();
+        let waited = state.progressed.elapsed();
+        if state.failure_opt.is_some() {
+            if waited >= DRAINED_AFTER {
+                let mut news = News::default();
+                state.expect_nothing();
+                self.end_if_drained(&mut state, &mut news);
+                drop(state);
+                self.tell(news);
+            }
+            return;
+        }
+        let mut posted = state.posted.iter();
+        let is_given_up = posted.any(|posted| posted.status.is_stopping());
+        if !is_given_up || waited < STUCK_AFTER {
             return;
         }
         drop(state);
@@ -488,16 +547,35 @@ impl Endpoint {
     }
 }
 
+impl State {
+    /// Nobody will hear of what is posted: it ends with the queue pair itself.
+    fn expect_nothing(&mut self) {
+        for posted in &mut self.posted {
+            posted.chain = u64::MAX;
+        }
+    }
+}
+
+impl Posted {
+    /// Whether packets of it that are under way can change the peer's memory.
+    fn wrote(&self) -> bool {
+        let direction = self.job_opt.as_ref().map(|job| job.direction);
+        direction == Some(Direction::Write)
+    }
+}
+
 impl Drop for Endpoint {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // Destroyed first: then nothing is written any more.
         drop(state.pair_opt.take());
         let error = state
             .failure_opt
             .take()
-            .unwrap_or_else(TransportError::closed_session);
-        for posted in std::mem::take(&mut state.posted) {
+            .unwrap_or_else(TransportError::closed_session)
+            .without_proof();
+        let failed = std::mem::take(&mut state.failed).into_iter();
+        let posted = std::mem::take(&mut state.posted).into_iter();
+        for posted in failed.map(|(posted, _)| posted).chain(posted) {
             drop(posted.job_opt);
             posted.status.piece_done(Err(error.clone()));
         }

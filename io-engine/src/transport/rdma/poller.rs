@@ -101,6 +101,7 @@ impl Poller {
             .map(|rail| Arc::clone(rail.device()));
         let mut spin = SHORTEST_SPIN;
         let mut active: Vec<Arc<Endpoint>> = Vec::new();
+        let mut looked = Instant::now();
         while !self.is_over.load(Ordering::Acquire) {
             while let Some(number) = self.channel.next_event() {
                 let found = self.lock().get(&number).and_then(Weak::upgrade);
@@ -117,6 +118,13 @@ impl Poller {
                 }
             }
             active.retain(|endpoint| endpoint.is_busy());
+            // Also while others keep this thread busy.
+            if looked.elapsed() >= TICK {
+                looked = Instant::now();
+                let endpoints = self.endpoints();
+                let busy = endpoints.iter().filter(|endpoint| endpoint.is_busy());
+                busy.for_each(|endpoint| endpoint.look_for_stuck());
+            }
             if look_on(&active, spin) {
                 spin = (spin * 2).min(LONGEST_SPIN);
                 continue;
@@ -163,12 +171,6 @@ impl Poller {
                 tracing::error!(%error, "a completion thread cannot wait");
                 std::thread::sleep(TICK);
             }
-        }
-        if is_busy {
-            let endpoints = self.endpoints();
-            endpoints
-                .iter()
-                .for_each(|endpoint| endpoint.look_for_stuck());
         }
     }
 }

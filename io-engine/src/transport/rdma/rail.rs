@@ -321,6 +321,13 @@ impl Rails {
         still_used.count() == 0
     }
 
+    /// Destroys the queue pairs that peers opened.
+    pub(crate) fn end_accepted(&self) {
+        let endpoints = self.rails.iter().flat_map(|rail| rail.endpoints());
+        let accepted = endpoints.filter(|endpoint| endpoint.is_accepted());
+        accepted.for_each(|endpoint| endpoint.destroy());
+    }
+
     /// What each has done.
     pub(crate) fn reports(&self) -> Vec<RailReport> {
         let report = |rail: &Arc<Rail>| RailReport {

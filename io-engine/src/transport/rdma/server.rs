@@ -24,8 +24,30 @@ use crate::transport::rdma::verbs::{Gid, Link, Mtu, RetryPolicy};
 /// Queue pairs that one connection of a Ferry engine may have.
 const MOST_OF_A_CONNECTION: usize = 256;
 
-/// Queue pairs that a connection has made; they end with it.
-type Accepted = Vec<(u32, Arc<Endpoint>)>;
+/// Queue pairs that a connection has made; they are destroyed before it is closed, so that its end
+/// proves theirs.
+#[derive(Default)]
+struct Accepted(Vec<(u32, Arc<Endpoint>)>);
+
+impl Accepted {
+    /// Destroys one of them.
+    fn retire(&mut self, queue_pair: u32) {
+        self.0.retain(|(number, endpoint)| {
+            let stays = *number != queue_pair;
+            if !stays {
+                // The completion thread may hold it, too.
+                endpoint.destroy();
+            }
+            stays
+        });
+    }
+}
+
+impl Drop for Accepted {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|(_, endpoint)| endpoint.destroy());
+    }
+}
 
 /// Answers on a connection whose first byte is a control message's. A peer without a tag is
 /// MoRI's, and gets one answer.
@@ -34,7 +56,7 @@ pub(crate) fn serve(
     engine: &std::sync::Weak<EngineInner>,
     stall_timeout: Duration,
 ) -> io::Result<()> {
-    let mut accepted = Accepted::new();
+    let mut accepted = Accepted::default();
     stream.set_write_timeout(Some(stall_timeout))?;
     loop {
         // Between two messages a peer may be silent; within one it may not.
@@ -56,7 +78,9 @@ pub(crate) fn serve(
             return Ok(());
         }
         stream.set_read_timeout(None)?;
-        stream.peek(&mut [0])?;
+        if stream.peek(&mut [0])? == 0 {
+            return Ok(());
+        }
     }
 }
 
@@ -121,7 +145,7 @@ impl Answerer<'_> {
             ControlType::Retire => {
                 let asked: Retire = unpack(body).map_err(io::Error::other)?;
                 // Destroyed before the answer: nothing comes in over it any more.
-                accepted.retain(|(number, _)| *number != asked.queue_pair);
+                accepted.retire(asked.queue_pair);
                 Ok((packed(kind, &asked)?, true))
             }
         }
@@ -153,7 +177,7 @@ impl Answerer<'_> {
         accepted: &mut Accepted,
     ) -> Result<RegEndpoint, TransportError> {
         self.check_peer(asked.tag_opt.as_ref())?;
-        if accepted.len() >= MOST_OF_A_CONNECTION {
+        if accepted.0.len() >= MOST_OF_A_CONNECTION {
             return Err(TransportError::quiesced(
                 TransportErrorKind::PermissionDenied,
                 format!("a connection has at most {MOST_OF_A_CONNECTION} queue pairs"),
@@ -199,8 +223,13 @@ impl Answerer<'_> {
         };
         let endpoint = Endpoint::new(rail, &poller, pair, owner, route);
         poller.adopt(number, &endpoint);
+        // The end of the engine destroys all that it finds, and may have looked just before.
+        if self.engine.is_shut_down() {
+            endpoint.destroy();
+            return Err(TransportError::closed_session());
+        }
         match asked.tag_opt {
-            Some(_) => accepted.push((queue_pair, endpoint)),
+            Some(_) => accepted.0.push((queue_pair, endpoint)),
             // MoRI says no goodbye: it stays until the engine ends, or the oldest makes room.
             None => self.engine.keep_foreign(endpoint),
         }

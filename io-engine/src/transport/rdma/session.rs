@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use common::wire::MemoryLocation;
 use common::wire::rdma_control::{
     AskMemoryRegion, ControlTag, ControlType, EndpointHandle, MemoryKeys, RegEndpoint, Retire,
     TopoKey,
@@ -22,7 +23,7 @@ use crate::status::Status;
 use crate::sys::{self, Interest};
 use crate::transport::queue::{PIECE_BYTES, Taken};
 use crate::transport::rdma::control::{ControlClient, PeerAddress, check_refusal};
-use crate::transport::rdma::endpoint::{Endpoint, Owner, Route, requests_of};
+use crate::transport::rdma::endpoint::{Endpoint, Owed, Owner, Route, requests_of};
 use crate::transport::rdma::notifications::Notification;
 use crate::transport::rdma::rail::Rails;
 use crate::transport::rdma::requests::{Lane, PairKeys};
@@ -34,8 +35,17 @@ const FIRST_WAIT: Duration = Duration::from_millis(10);
 const LONGEST_WAIT: Duration = Duration::from_secs(2);
 /// A queue pair that worked for so long begins anew with the first wait.
 const WORKED: Duration = Duration::from_secs(5);
+/// A queue pair has ended within this time after it was stopped.
+const ENDED_WITHIN: Duration = Duration::from_secs(5);
 /// After so many failures in a row the session is given up.
 const MOST_FAILURES: u32 = 9;
+
+/// What regions say of themselves in their descriptors.
+const HOST_MEMORY: TopoKey = TopoKey {
+    device_id: -1,
+    location: MemoryLocation::Host,
+    numa_node: 0,
+};
 
 /// Whose session it is, and to whom.
 pub(crate) struct SessionNames {
@@ -76,8 +86,10 @@ struct Known {
 struct Slot {
     /// With the number of the peer's device.
     endpoint_opt: Option<(Arc<Endpoint>, i32)>,
-    /// The peer's queue pair that is to be ended when the next one is made.
+    /// The peer's queue pair that is to be ended.
     retired_opt: Option<u32>,
+    /// Told when it has ended.
+    owed: Vec<Owed>,
     peer_number: u32,
     failures: u32,
     made: Instant,
@@ -96,6 +108,7 @@ impl Session {
             Mutex::new(Slot {
                 endpoint_opt: None,
                 retired_opt: None,
+                owed: Vec::new(),
                 peer_number: 0,
                 failures: 0,
                 made: now,
@@ -341,10 +354,16 @@ impl Session {
             })
     }
 
-    /// A queue pair has ended and is to be made again.
-    pub(crate) fn endpoint_ended(&self, place: usize, endpoint: &Endpoint, error: &TransportError) {
+    /// A queue pair has ended and is to be made again; `owed` is what was written over it.
+    pub(crate) fn endpoint_ended(
+        &self,
+        place: usize,
+        endpoint: &Endpoint,
+        error: &TransportError,
+        owed: Vec<Owed>,
+    ) {
         let Some(slot) = self.slots.get(place) else {
-            return;
+            return owed.into_iter().for_each(Owed::tell_without_proof);
         };
         let mut slot = lock(slot);
         let is_current = slot
@@ -352,10 +371,12 @@ impl Session {
             .as_ref()
             .is_some_and(|(current, _)| std::ptr::eq(&**current, endpoint));
         if !is_current {
-            return;
+            drop(slot);
+            return owed.into_iter().for_each(Owed::tell_without_proof);
         }
         let ended = slot.endpoint_opt.take();
         slot.retired_opt = Some(slot.peer_number);
+        slot.owed.extend(owed);
         if slot.made.elapsed() >= WORKED {
             slot.failures = 0;
         }
@@ -417,13 +438,7 @@ impl Session {
         let Some(slot) = self.slots.get(place) else {
             return Ok(());
         };
-        let (retired_opt, failures) = {
-            let slot = lock(slot);
-            (slot.retired_opt, slot.failures)
-        };
-        if let Some(queue_pair) = retired_opt.filter(|_| self.is_ferry) {
-            let _: Retire = client.ask(ControlType::Retire, &Retire { queue_pair })?;
-        }
+        let failures = lock(slot).failures;
         let options = &self.rails.options;
         // Another rail at each try, where there are several.
         let rail = self.rails.pick(self.number + place + failures as usize)?;
@@ -432,8 +447,8 @@ impl Session {
         let device = i32::try_from(rail.place).unwrap_or(0);
         let asked = RegEndpoint {
             engine_key: self.names.own_key.clone(),
-            local: TopoKey::default(),
-            remote: TopoKey::default(),
+            local: HOST_MEMORY,
+            remote: HOST_MEMORY,
             device,
             endpoint: EndpointHandle {
                 queue_pair: pair.number(),
@@ -482,7 +497,6 @@ impl Session {
         let mut slot = lock(slot);
         slot.endpoint_opt = Some((endpoint, answer.device));
         slot.peer_number = answer.endpoint.queue_pair;
-        slot.retired_opt = None;
         slot.made = Instant::now();
         Ok(())
     }
@@ -585,8 +599,54 @@ impl Session {
                 self.end(&error);
             }
         }
-        // The peer ends its queue pairs when the connection is closed.
+        self.finish(&mut client);
         *lock(&self.stream_opt) = None;
+    }
+
+    /// Waits for the end of the queue pairs here and at the peer, and tells what was under way.
+    fn finish(&self, client: &mut ControlClient) {
+        let deadline = Instant::now() + ENDED_WITHIN;
+        while !self.lanes().is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                tracing::error!(peer = self.names.peer_key, "a queue pair does not end");
+                break;
+            }
+            // A wake-up that fails is noticed by the deadline.
+            if let Ok([true]) = sys::wait_for([(self.wake.as_fd(), Interest::Readable)], Some(left))
+            {
+                self.take_wake_ups();
+            }
+        }
+        let slots = self.slots.iter();
+        let owed: Vec<_> = slots
+            .flat_map(|slot| std::mem::take(&mut lock(slot).owed))
+            .collect();
+        match !owed.is_empty() && self.is_ferry && client.finish() {
+            true => owed.into_iter().for_each(Owed::tell_with_proof),
+            false => owed.into_iter().for_each(Owed::tell_without_proof),
+        }
+    }
+
+    /// Has the peer end its side of a queue pair that has failed, and tells what was under way.
+    fn retire(&self, client: &mut ControlClient, slot: &Mutex<Slot>) -> Result<(), TransportError> {
+        let Some(queue_pair) = lock(slot).retired_opt else {
+            return Ok(());
+        };
+        if self.is_ferry {
+            let _: Retire = client.ask(ControlType::Retire, &Retire { queue_pair })?;
+        }
+        let owed = {
+            let mut slot = lock(slot);
+            slot.retired_opt = None;
+            std::mem::take(&mut slot.owed)
+        };
+        match self.is_ferry {
+            true => owed.into_iter().for_each(Owed::tell_with_proof),
+            // MoRI has no word for it.
+            false => owed.into_iter().for_each(Owed::tell_without_proof),
+        }
+        Ok(())
     }
 
     /// Does what there is to do, then waits.
@@ -635,6 +695,7 @@ impl Session {
         let Some(slot) = self.slots.get(place) else {
             return Ok(None);
         };
+        self.retire(client, slot)?;
         let due = {
             let slot = lock(slot);
             if slot.endpoint_opt.is_some() {
@@ -688,10 +749,14 @@ impl Session {
             ));
         }
         if is_woken {
-            // Takes the count back to zero; what it was does not matter.
-            let _ = (&self.wake).read(&mut [0; 8]);
+            self.take_wake_ups();
         }
         Ok(())
+    }
+
+    fn take_wake_ups(&self) {
+        // Takes the count back to zero; what it was does not matter.
+        let _ = (&self.wake).read(&mut [0; 8]);
     }
 }
 
