@@ -141,18 +141,7 @@ impl TransferService {
 
     /// The sum of all series of a metric whose labels contain these words.
     pub fn metric(&self, name: &str, labels: &[&str]) -> f64 {
-        let text = self.metrics();
-        let values = text.lines().filter_map(|line| {
-            let rest = line.strip_prefix(name)?;
-            let fits =
-                rest.starts_with(['{', ' ']) && labels.iter().all(|word| rest.contains(word));
-            rest.rsplit(' ')
-                .next()
-                .filter(|_| fits)?
-                .parse::<f64>()
-                .ok()
-        });
-        values.sum()
+        sum_of(&self.metrics(), name, labels)
     }
 
     /// Threads and open descriptors, by what the kernel says.
@@ -272,4 +261,18 @@ pub fn attach_reply(stream: &mut UnixStream) -> Value {
         .read_exact(&mut body)
         .expect("the whole answer comes");
     serde_json::from_slice(&body).expect("the answer is JSON")
+}
+
+/// In a text of metrics, the sum of all series of a metric whose labels contain these words.
+pub fn sum_of(text: &str, name: &str, labels: &[&str]) -> f64 {
+    let values = text.lines().filter_map(|line| {
+        let rest = line.strip_prefix(name)?;
+        let fits = rest.starts_with(['{', ' ']) && labels.iter().all(|word| rest.contains(word));
+        rest.rsplit(' ')
+            .next()
+            .filter(|_| fits)?
+            .parse::<f64>()
+            .ok()
+    });
+    values.sum()
 }

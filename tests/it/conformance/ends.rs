@@ -5,7 +5,6 @@ use serde_json::json;
 use tests::process::wait_for;
 
 use super::*;
-use crate::conformance::rank::Side;
 
 const ROOM: u64 = 500;
 
@@ -82,7 +81,7 @@ fn first_chunk(request: &Request) -> Placement {
     }
 }
 
-fn wait_for_pages(cluster: &mut Cluster, request: &Request) {
+pub(super) fn wait_for_pages(cluster: &mut Cluster, request: &Request) {
     let landed = first_chunk(request);
     let decode = &mut cluster.decodes[0];
     wait_for("the first chunk", || {
@@ -90,7 +89,7 @@ fn wait_for_pages(cluster: &mut Cluster, request: &Request) {
     });
 }
 
-fn check_first_chunk(cluster: &mut Cluster, request: &Request) {
+pub(super) fn check_first_chunk(cluster: &mut Cluster, request: &Request) {
     let landed = first_chunk(request);
     cluster.decodes[0].check(Some((request.room, &landed, 0)));
 }
@@ -222,14 +221,6 @@ async fn a_failed_write_of_ours() {
     next_request(&mut cluster).await;
 }
 
-/// Kills SGLang's rank of a side.
-fn kill(rank: &mut Rank) {
-    match &mut rank.side {
-        Side::Sglang(peer) => peer.kill(),
-        Side::Ours(_) => panic!("this rank is ours"),
-    }
-}
-
 #[actix_rt::test]
 async fn sglangs_prefill_dies() {
     if !can_run("sglangs_prefill_dies", &setting()) {
@@ -240,7 +231,7 @@ async fn sglangs_prefill_dies() {
     cluster.open(&request).await;
     cluster.send_chunk(&request, 0).await;
     wait_for_pages(&mut cluster, &request);
-    kill(&mut cluster.prefills[0]);
+    cluster.prefills[0].kill();
     let reason = cluster.decodes[0].reach(ROOM, RoomStatus::Failed).await;
     assert!(reason.contains("is gone"), "{reason}");
     check_first_chunk(&mut cluster, &request);
@@ -256,7 +247,7 @@ async fn sglangs_decode_dies() {
     cluster.open(&request).await;
     cluster.send_chunk(&request, 0).await;
     wait_for_pages(&mut cluster, &request);
-    kill(&mut cluster.decodes[0]);
+    cluster.decodes[0].kill();
     cluster.send_chunk(&request, 1).await;
     let reason = cluster.prefills[0].reach(ROOM, RoomStatus::Failed).await;
     assert!(reason.contains("has exited"), "{reason}");

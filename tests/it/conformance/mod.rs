@@ -309,6 +309,20 @@ impl Cluster {
         self.send(request).await;
         self.finish(request).await;
     }
+
+    /// Two requests after each other, from this room's number on, of which the decode has some
+    /// pages already.
+    async fn transfer_two(&mut self, setting: &Setting, first_room: u64, prefix_pages: u32) {
+        for (room, chunks) in (first_room..).zip([[2, 4], [3, 1]]) {
+            let mut request = Request::new(&setting.model, room, &chunks);
+            request.prefix_pages = prefix_pages;
+            self.transfer(&request).await;
+            self.clear(&request).await;
+            for decode in &mut self.decodes {
+                decode.prepare(None);
+            }
+        }
+    }
 }
 
 /// One request: where it lies and how it is sent.

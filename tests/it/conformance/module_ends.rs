@@ -2,7 +2,7 @@
 //! never ends, a side that dies.
 
 use super::*;
-use crate::conformance::rank::Side;
+use crate::conformance::ends::{check_first_chunk, wait_for_pages};
 
 const ROOM: u64 = 700;
 
@@ -18,29 +18,22 @@ fn request(room: u64) -> Request {
     Request::new(&setting().model, room, &[2, 4])
 }
 
-fn first_chunk(request: &Request) -> Placement {
-    Placement {
-        pages: request.target.pages[..request.chunks[0]].to_vec(),
-        states: vec![Vec::new(); request.target.states.len()],
-        aux: -1,
-    }
-}
-
 /// Sends the first chunk and waits until it has landed.
 async fn send_first_chunk(cluster: &mut Cluster, request: &Request) {
     cluster.send_chunk(request, 0).await;
-    let landed = first_chunk(request);
-    let decode = &mut cluster.decodes[0];
-    tests::process::wait_for("the first chunk", || {
-        decode.holds((request.room, &landed, 0)).then_some(())
-    });
+    wait_for_pages(cluster, request);
 }
 
-fn kill(rank: &mut Rank) {
-    match &mut rank.side {
-        Side::Sglang(peer) => peer.kill(),
-        Side::Ours(_) => panic!("this rank is SGLang's"),
+/// Both sides of a request end with the reason of the fault that was injected. The fault was in one
+/// transfer, so the next request is served.
+async fn fails_once(cluster: &mut Cluster, failed: &Request) {
+    for side in [&mut cluster.prefills[0], &mut cluster.decodes[0]] {
+        let reason = side.reach(failed.room, RoomStatus::Failed).await;
+        assert!(reason.contains("an injected fault failed"), "{reason}");
     }
+    cluster.decodes[0].prepare(None);
+    let next = request(failed.room + 1);
+    cluster.transfer(&next).await;
 }
 
 /// Each tensor of a layer is a transfer: the first chunk has four, of which the third fails.
@@ -53,14 +46,7 @@ async fn a_failed_write_of_our_module() {
     let failed = request(ROOM);
     cluster.open(&failed).await;
     cluster.send(&failed).await;
-    for side in [&mut cluster.prefills[0], &mut cluster.decodes[0]] {
-        let reason = side.reach(ROOM, RoomStatus::Failed).await;
-        assert!(reason.contains("an injected fault failed"), "{reason}");
-    }
-    // The fault was in one transfer, so the next request is served.
-    cluster.decodes[0].prepare(None);
-    let next = request(ROOM + 1);
-    cluster.transfer(&next).await;
+    fails_once(&mut cluster, &failed).await;
 }
 
 /// The decode gives up while a write is under way that never ends: nothing claims that its pages
@@ -107,17 +93,16 @@ every_manager! {
         let request = request(ROOM);
         cluster.open(&request).await;
         send_first_chunk(&mut cluster, &request).await;
-        kill(&mut cluster.prefills[0]);
+        cluster.prefills[0].kill();
         cluster.decodes[0].reach(ROOM, RoomStatus::Failed).await;
-        let landed = first_chunk(&request);
-        cluster.decodes[0].check(Some((ROOM, &landed, 0)));
+        check_first_chunk(&mut cluster, &request);
     };
     the_decode_dies => |direction| async move {
         let mut cluster = Cluster::start(&heard_often(), direction, ALONE).await;
         let request = request(ROOM);
         cluster.open(&request).await;
         send_first_chunk(&mut cluster, &request).await;
-        kill(&mut cluster.decodes[0]);
+        cluster.decodes[0].kill();
         cluster.send_chunk(&request, 1).await;
         cluster.prefills[0].reach(ROOM, RoomStatus::Failed).await;
     };
@@ -139,12 +124,6 @@ async fn a_failed_write_of_our_manager() {
         let failed = request(ROOM);
         cluster.open(&failed).await;
         cluster.send_chunk(&failed, 0).await;
-        for side in [&mut cluster.prefills[0], &mut cluster.decodes[0]] {
-            let reason = side.reach(ROOM, RoomStatus::Failed).await;
-            assert!(reason.contains("an injected fault failed"), "{reason}");
-        }
-        cluster.decodes[0].prepare(None);
-        let next = request(ROOM + 1);
-        cluster.transfer(&next).await;
+        fails_once(&mut cluster, &failed).await;
     }
 }

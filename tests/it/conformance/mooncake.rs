@@ -2,7 +2,6 @@
 //! `mooncake` of our Python wheel.
 
 use super::*;
-use crate::conformance::rank::Side;
 
 const ROOM: u64 = 2100;
 
@@ -24,15 +23,7 @@ async fn requests(test: &str, setting: Setting, sizes: Sizes, prefix_pages: u32)
         return;
     }
     let mut cluster = Cluster::start(&setting, Direction::SglangToSglang, sizes).await;
-    for (number, chunks) in (0..).zip([[2, 4], [3, 1]]) {
-        let mut request = Request::new(&setting.model, ROOM + number, &chunks);
-        request.prefix_pages = prefix_pages;
-        cluster.transfer(&request).await;
-        cluster.clear(&request).await;
-        for decode in &mut cluster.decodes {
-            decode.prepare(None);
-        }
-    }
+    cluster.transfer_two(&setting, ROOM, prefix_pages).await;
 }
 
 /// Declares requests by their model, sizes and prefix.
@@ -106,10 +97,7 @@ async fn either_side_dies() {
             true => (&mut cluster.prefills[0], &mut cluster.decodes[0]),
             false => (&mut cluster.decodes[0], &mut cluster.prefills[0]),
         };
-        match &mut dies.side {
-            Side::Sglang(peer) => peer.kill(),
-            Side::Ours(_) => panic!("this rank is SGLang's"),
-        }
+        dies.kill();
         if !prefill_dies {
             let pages = &request.source.pages[request.chunks[0]..];
             let end = ChunkEnd {

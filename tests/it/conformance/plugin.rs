@@ -1,33 +1,20 @@
 //! SGLang's own classes with our plugin loaded as SGLang loads it: its bootstrap server, metrics by
 //! component from all ranks behind one port.
 
-use std::io::{Read, Write};
-use std::net::TcpStream;
+use tests::http;
+use tests::service::sum_of;
 
 use super::*;
 use crate::conformance::model::{List, Shape};
 
 const ROOM: u64 = 2500;
 
-/// The sum of a counter's samples with these labels.
-fn sum(text: &str, name: &str, labels: &[&str]) -> f64 {
-    let samples = text.lines().filter(|line| {
-        line.split('{').next() == Some(name) && labels.iter().all(|label| line.contains(label))
-    });
-    let values = samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
-    values.sum()
-}
-
+/// A whole answer, its head included.
 fn get(port: u16, path: &str) -> String {
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("somebody listens");
-    write!(
-        stream,
-        "GET {path} HTTP/1.1\r\nHost: ferry\r\nConnection: close\r\n\r\n"
-    )
-    .expect("it is sent");
-    let mut text = String::new();
-    stream.read_to_string(&mut text).expect("an answer");
-    text
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let request = http::Request::get(path).bytes(address);
+    let answer = http::exchange(address, &request).expect("somebody answers");
+    String::from_utf8(answer).expect("it is text")
 }
 
 /// What one rank's tensors of a component move in a request.
@@ -77,7 +64,7 @@ async fn sglangs_classes_are_counted_by_component() {
     for component in ["kv", "mamba", "swa", "aux"] {
         // Both prefill ranks write their shards to one decode rank each.
         let label = format!("component=\"{component}\"");
-        let counted = sum(&text, "ferry_transfer_bytes_total", &[&label]);
+        let counted = sum_of(&text, "ferry_transfer_bytes_total", &[&label]);
         let place = Place {
             tp_size: 2,
             ..Place::ALONE

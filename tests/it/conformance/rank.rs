@@ -247,6 +247,14 @@ impl Rank {
         }
     }
 
+    /// Kills SGLang's rank.
+    pub fn kill(&mut self) {
+        match &mut self.side {
+            Side::Sglang(peer) => peer.kill(),
+            Side::Ours(_) => panic!("this rank is ours"),
+        }
+    }
+
     fn prepared(mut self, request_opt: Option<(u64, &Placement, u32)>) -> Self {
         self.prepare(request_opt);
         self

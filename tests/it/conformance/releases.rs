@@ -8,15 +8,7 @@ const ROOM: u64 = 1300;
 /// Moves two requests between engines of these sizes.
 async fn requests(setting: Setting, direction: Direction, sizes: Sizes, prefix_pages: u32) {
     let mut cluster = Cluster::start(&setting, direction, sizes).await;
-    for (number, chunks) in (0..).zip([[2, 4], [3, 1]]) {
-        let mut request = Request::new(&setting.model, ROOM + number, &chunks);
-        request.prefix_pages = prefix_pages;
-        cluster.transfer(&request).await;
-        cluster.clear(&request).await;
-        for decode in &mut cluster.decodes {
-            decode.prepare(None);
-        }
-    }
+    cluster.transfer_two(&setting, ROOM, prefix_pages).await;
 }
 
 /// Declares the core for a release; what only later ones have comes behind it.
