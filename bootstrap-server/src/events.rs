@@ -54,6 +54,13 @@ impl Events {
         }
     }
 
+    /// An empty history with counters of its own.
+    #[cfg(test)]
+    pub(crate) fn for_tests() -> Self {
+        let metrics = crate::metrics::Metrics::new();
+        Self::new(metrics.expect("names are registered once").events)
+    }
+
     fn lock(&self) -> MutexGuard<'_, History> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -109,15 +116,10 @@ impl Events {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::Metrics;
-
-    fn events() -> Events {
-        Events::new(Metrics::new().expect("names are registered once").events)
-    }
 
     #[test]
     fn the_history_is_bounded_and_pages_do_not_skip() {
-        let events = events();
+        let events = Events::for_tests();
         for number in 0..MAX_EVENTS + 10 {
             let namespace = if number % 2 == 0 { "even" } else { "odd" };
             events.record(EventKind::Operator, Some(namespace), number.to_string());
@@ -143,7 +145,7 @@ mod tests {
 
     #[test]
     fn followers_see_what_happens_in_order() {
-        let events = events();
+        let events = Events::for_tests();
         let mut follower = events.follow();
         events.record(EventKind::Store, None, "first".to_owned());
         events.record(EventKind::Store, None, "second".to_owned());

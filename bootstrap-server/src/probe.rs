@@ -263,16 +263,10 @@ impl Probes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::Metrics;
-
-    fn events() -> Arc<Events> {
-        let metrics = Metrics::new().expect("names are registered once");
-        Arc::new(Events::new(metrics.events))
-    }
 
     #[test]
     fn misses_in_a_row_make_a_place_unreachable_and_one_hit_reachable() {
-        let events = events();
+        let events = Arc::new(Events::for_tests());
         let probes = Probes::new(Vec::new(), 2, Arc::clone(&events));
         let place = Place::registration("default", "engine");
         let record = |answered| probes.record(place.clone(), "10.0.0.1:5".to_owned(), answered);
@@ -329,7 +323,7 @@ mod tests {
             "203.0.113.0/24".parse().unwrap(),
             "fd00::/8".parse().unwrap(),
         ];
-        let probes = Probes::new(networks, 1, events());
+        let probes = Probes::new(networks, 1, Arc::new(Events::for_tests()));
         for (instance, allowed) in [
             ("203.0.113.7:5", true),
             ("[::ffff:203.0.113.7]:5", true),
@@ -341,7 +335,7 @@ mod tests {
             let target = probes.target(instance, true);
             assert_eq!(target.is_some(), allowed, "{instance}");
         }
-        let default = Probes::new(Vec::new(), 2, events());
+        let default = Probes::new(Vec::new(), 2, Arc::new(Events::for_tests()));
         let here = "10.0.0.1:5";
         assert_eq!(default.target(here, true), Some(here.parse().unwrap()));
         assert_eq!(default.target(here, false), None);

@@ -66,21 +66,23 @@ impl Rooms {
 
     /// The rank that a room is bound to.
     pub fn get(&self, room: u64, now: Instant) -> Option<u32> {
-        let (bound, dp_rank) = self.ranks.get(&room)?;
-        (now.duration_since(*bound) < self.lifetime).then_some(*dp_rank)
+        self.bound_after(now.checked_sub(self.lifetime), room)
     }
 
     /// The ranks that rooms are bound to, in their order; for many rooms, faster than one by one.
     pub fn get_all(&self, rooms: &[u64], now: Instant) -> Vec<Option<u32>> {
-        // Before the machine has run for a lifetime nothing can be older than one.
         let oldest_opt = now.checked_sub(self.lifetime);
-        let find = |room| {
-            let (bound, dp_rank) = self.ranks.get(room)?;
-            oldest_opt
-                .is_none_or(|oldest| *bound > oldest)
-                .then_some(*dp_rank)
-        };
-        rooms.iter().map(find).collect()
+        let ranks = rooms.iter().map(|room| self.bound_after(oldest_opt, *room));
+        ranks.collect()
+    }
+
+    /// The rank of a room that was bound after some time; before the machine has run for a lifetime
+    /// there is no such time, and nothing can be too old.
+    fn bound_after(&self, oldest_opt: Option<Instant>, room: u64) -> Option<u32> {
+        let (bound, dp_rank) = self.ranks.get(&room)?;
+        oldest_opt
+            .is_none_or(|oldest| *bound > oldest)
+            .then_some(*dp_rank)
     }
 
     /// The rooms behind one, by number, at most `limit` of them: room, rank, age.

@@ -247,7 +247,7 @@ pub(crate) async fn query_dp_ranks(
         Ok(asked) => asked,
         Err(reason) => return bad_request(reason),
     };
-    // Bound outside of the next line, the table would stay locked while the answer is written.
+    // The table is not locked any more when the answer is written.
     let ranks = port.rooms().get_all(&asked, Instant::now());
     let response = json(dp_ranks(&asked, &ranks).into());
     with_generation(response, port.answers().as_deref())
@@ -278,42 +278,40 @@ fn asked_rooms(body: &[u8]) -> Result<Vec<u64>, fields::FieldError> {
 
 /// Reads `{"bootstrap_rooms": [1, 2, 3]}` with any spacing: good rooms only, and nothing else in it.
 fn plain_rooms(body: &[u8]) -> Option<Vec<u64>> {
-    fn token<'body>(body: &'body [u8], token: &[u8]) -> Option<&'body [u8]> {
-        body.trim_ascii_start().strip_prefix(token)
+    let mut list = trimmed(body);
+    for opening in [b"{".as_slice(), b"\"bootstrap_rooms\"", b":", b"["] {
+        list = trimmed(list.strip_prefix(opening)?);
     }
-    let mut rest = token(body, b"{")?;
-    for part in [b"\"bootstrap_rooms\"".as_slice(), b":", b"["] {
-        rest = token(rest, part)?;
+    for closing in [b"}", b"]"] {
+        list = trimmed(list.strip_suffix(closing)?);
     }
-    let mut rooms = Vec::with_capacity(rest.len() / ROOM_BYTES + 1);
-    if let Some(empty) = token(rest, b"]") {
-        rest = empty;
-    } else {
-        loop {
-            rest = rest.trim_ascii_start();
-            let length = rest
-                .iter()
-                .position(|byte| !byte.is_ascii_digit())
-                .filter(|length| (1..=MAX_ROOM_DIGITS).contains(length))?;
-            let (digits, behind) = rest.split_at(length);
-            let room = digits
-                .iter()
-                .fold(0, |room, digit| room * 10 + u64::from(digit - b'0'));
-            if room > MAX_ROOM || (digits[0] == b'0' && length > 1) {
-                return None;
-            }
-            rooms.push(room);
-            match token(behind, b",") {
-                Some(next) => rest = next,
-                None => {
-                    rest = token(behind, b"]")?;
-                    break;
-                }
-            }
-        }
+    if list.is_empty() {
+        return Some(Vec::new());
     }
-    let end = token(rest, b"}")?;
-    (end.trim_ascii_start().is_empty() && rooms.len() <= MAX_QUERY_ROOMS).then_some(rooms)
+    let rooms = list.split(|byte| *byte == b',').map(plain_room);
+    // One more than may be asked for is enough to tell.
+    let rooms: Vec<u64> = rooms.take(MAX_QUERY_ROOMS + 1).collect::<Option<_>>()?;
+    (rooms.len() <= MAX_QUERY_ROOMS).then_some(rooms)
+}
+
+fn plain_room(text: &[u8]) -> Option<u64> {
+    let digits = trimmed(text);
+    let is_number = (1..=MAX_ROOM_DIGITS).contains(&digits.len())
+        && digits.iter().all(u8::is_ascii_digit)
+        && (digits[0] != b'0' || digits.len() == 1);
+    let value = |room: u64, digit: &u8| room * 10 + u64::from(digit - b'0');
+    let room = is_number.then(|| digits.iter().fold(0, value))?;
+    (room <= MAX_ROOM).then_some(room)
+}
+
+/// Without the spaces of JSON around it.
+fn trimmed(mut text: &[u8]) -> &[u8] {
+    while let [b' ' | b'\t' | b'\n' | b'\r', rest @ ..]
+    | [rest @ .., b' ' | b'\t' | b'\n' | b'\r'] = text
+    {
+        text = rest;
+    }
+    text
 }
 
 /// The rooms that are known with their ranks as JSON, in the order in which they are asked for;
@@ -379,6 +377,8 @@ mod tests {
             (r#"{"bootstrap_rooms": [7]} x"#, None),
             (r#"{"bootstrap_rooms": [7], "more": 1}"#, None),
             (r#"{"bootstrap_rooms": "7"}"#, None),
+            (r#"{"bootstrap_rooms": [7 7]}"#, None),
+            ("{\"bootstrap_rooms\": [7]}\u{c}", None),
             ("", None),
         ] {
             assert_eq!(plain_rooms(body.as_bytes()), rooms, "{body}");
