@@ -1,6 +1,7 @@
 //! What the rank actors of a process count. Names and labels are `common::metrics`'.
 
 use common::metrics as names;
+use io_engine::TransferResult;
 use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, IntGaugeVec, Opts, Registry};
 
 use crate::api::Role;
@@ -77,6 +78,16 @@ impl TransferMetrics {
             self.failures.with_label_values(&labels).inc();
         }
         is_failure
+    }
+
+    /// Counts a batch that ended.
+    pub fn ended(&self, of: TransferLabels<'_>, sizes: (u64, u64), result: &TransferResult) {
+        match result {
+            Ok(moved) => self.moved(of, sizes, moved.elapsed),
+            Err(error) => {
+                self.not_moved(of, error.kind().name());
+            }
+        }
     }
 
     /// Makes and registers everything.

@@ -386,7 +386,11 @@ class FerryKVReceiver(_Request, CommonKVReceiver):
         self.init_time = time.time()
 
     def _poll(self) -> int:
-        status = super()._poll() if self._room or self.conclude_state is not None else 1
+        status = (
+            super()._poll()
+            if self._room or self.conclude_state is not None
+            else KVPoll.Bootstrapping
+        )
         if status == KVPoll.Failed:
             # The prefill may have been replaced: the next request asks for it again.
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)

@@ -17,7 +17,7 @@ use transfer_actor::metrics::{TransferLabels, TransferMetrics};
 
 use crate::mooncake::directory::{self, Directory, Entry};
 use crate::mori::numbers::numbers;
-use crate::mori::{fault, transports};
+use crate::mori::{fault, resolved, transports};
 use crate::pool::foreign;
 
 /// How long a deregistration waits for peers to let go.
@@ -165,10 +165,9 @@ fn result_of(what: &str, result: Result<()>) -> i32 {
 fn address_of(host: &str) -> Result<IpAddr> {
     // Callers put a port behind the host, or none.
     let with_port = host.to_socket_addrs().ok().and_then(|mut all| all.next());
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
-    let address = with_port.or_else(|| (bare, 0).to_socket_addrs().ok()?.next());
-    let address = address.ok_or_else(|| format!("host {host:?} has no address"))?;
-    Ok(address.ip())
+    let with_port = with_port.map(|address| address.ip());
+    let address = with_port.or_else(|| resolved(host));
+    address.ok_or_else(|| format!("host {host:?} has no address"))
 }
 
 /// What is known of the memory around an address: where it begins and how long it is.
@@ -279,12 +278,7 @@ impl Running {
                 transport: peer.session.transport().name(),
                 role: Role::Prefill.name(),
             };
-            match &result {
-                Ok(moved) => self.metrics.moved(labels, *sizes, moved.elapsed),
-                Err(error) => {
-                    self.metrics.not_moved(labels, error.kind().name());
-                }
-            }
+            self.metrics.ended(labels, *sizes, &result);
         }
         if result.is_err() && !peer.session.is_alive() {
             // The next write asks who is there then.

@@ -233,6 +233,20 @@ impl IOEngine {
         }
         Ok(())
     }
+
+    /// As `many`, with statuses of the caller's.
+    fn many_given(
+        &self,
+        direction: Direction,
+        lists: &BatchLists<'_, '_>,
+        statuses: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let cells = cells(statuses)?;
+        let none = || PyValueError::new_err("the lists of a batch have more entries than statuses");
+        self.many(direction, lists, |place| {
+            cells.get(place).cloned().ok_or_else(none)
+        })
+    }
 }
 
 /// The arguments of a batch call.
@@ -530,8 +544,7 @@ impl IOEngine {
             sizes,
             ids,
         );
-        let cells = cells(statuses)?;
-        self.many(Direction::Read, &lists, |place| given(&cells, place))
+        self.many_given(Direction::Read, &lists, statuses)
     }
 
     /// Writes many ranges: one transfer for each pair of memories.
@@ -551,8 +564,7 @@ impl IOEngine {
             sizes,
             ids,
         );
-        let cells = cells(statuses)?;
-        self.many(Direction::Write, &lists, |place| given(&cells, place))
+        self.many_given(Direction::Write, &lists, statuses)
     }
 
     /// As `BatchRead` and `BatchWrite`, with new statuses, which are returned; Ferry's own addition,
@@ -729,23 +741,25 @@ fn batch<'a, 'py>(
     }
 }
 
-/// The status that the caller gave for the transfer at a place.
-fn given(cells: &[Arc<StatusCell>], place: usize) -> PyResult<Arc<StatusCell>> {
-    let none = || PyValueError::new_err("the lists of a batch have more entries than statuses");
-    cells.get(place).cloned().ok_or_else(none)
-}
-
 /// The address that a host stands for; every address of the machine when it is empty.
 fn bind_address(host: &str) -> PyResult<IpAddr> {
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
-    if bare.is_empty() {
+    if host
+        .trim_start_matches('[')
+        .trim_end_matches(']')
+        .is_empty()
+    {
         return Ok(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
     }
-    let resolved = (bare, 0).to_socket_addrs();
-    let address = resolved.ok().and_then(|mut addresses| addresses.next());
-    address.map(|address| address.ip()).ok_or_else(|| {
+    resolved(host).ok_or_else(|| {
         PyRuntimeError::new_err(format!("host {host:?} is no address of this machine"))
     })
+}
+
+/// The first address of a host, which may stand in brackets.
+pub(crate) fn resolved(host: &str) -> Option<IpAddr> {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let address = (bare, 0).to_socket_addrs().ok()?.next()?;
+    Some(address.ip())
 }
 
 /// What `FERRY_TRANSPORTS` names, without `shm`: registered memory is the callers' own here, and

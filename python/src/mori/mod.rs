@@ -15,7 +15,7 @@ mod ways;
 
 use pyo3::prelude::*;
 
-pub(crate) use engine::{fault, transports};
+pub(crate) use engine::{fault, resolved, transports};
 
 /// Adds the classes to the extension module.
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {

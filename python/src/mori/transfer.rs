@@ -98,20 +98,12 @@ impl InFlight {
                     Direction::Read => Role::Decode.name(),
                 },
             };
-            let metrics = outbox.metrics();
-            match result {
-                Ok(moved) => {
-                    let total = |of: fn(&RunList) -> u64| {
-                        let numbers = of_one.iter().map(|asked| of(&asked.runs));
-                        numbers.fold(0, u64::saturating_add)
-                    };
-                    let sizes = (total(|runs| runs.bytes().get()), total(RunList::ranges));
-                    metrics.moved(labels, sizes, moved.elapsed);
-                }
-                Err(error) => {
-                    metrics.not_moved(labels, error.kind().name());
-                }
-            }
+            let total = |of: fn(&RunList) -> u64| {
+                let numbers = of_one.iter().map(|asked| of(&asked.runs));
+                numbers.fold(0, u64::saturating_add)
+            };
+            let sizes = (total(|runs| runs.bytes().get()), total(RunList::ranges));
+            outbox.metrics().ended(labels, sizes, result);
         }
     }
 }
