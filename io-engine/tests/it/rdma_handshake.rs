@@ -12,7 +12,7 @@ use io_engine::verbs::{
     ProtectionDomain, QueuePair, RetryPolicy, best_gid, device_names, gid_table,
 };
 use io_engine::{
-    ByteLen, ByteOffset, Engine, Memory, RemoteRegion, TransportErrorKind, TransportKind,
+    ByteLen, ByteOffset, Engine, Memory, Region, RemoteRegion, TransportErrorKind, TransportKind,
 };
 
 use crate::support::{
@@ -363,6 +363,14 @@ fn accept(
     (pair, number)
 }
 
+/// A region of an engine that is full of sevens.
+fn sevens(engine: &Engine) -> Region {
+    let memory = Memory::allocate("source", ByteLen(BYTES)).unwrap();
+    memory.write(ByteOffset(0), &[7; BYTES as usize]).unwrap();
+    let registered = engine.register(&memory, ByteOffset(0), ByteLen(BYTES), "kv");
+    registered.unwrap()
+}
+
 #[test]
 fn to_a_real_acceptor_we_say_what_mori_says_and_write_into_its_memory() {
     if !has_rdma_device() {
@@ -372,11 +380,7 @@ fn to_a_real_acceptor_we_say_what_mori_says_and_write_into_its_memory() {
     let mut one_pair = config("eng-A", TransportKind::Rdma);
     one_pair.rdma.queue_pairs = 1;
     let source = Engine::start(one_pair).unwrap();
-    let memory = Memory::allocate("source", ByteLen(BYTES)).unwrap();
-    memory.write(ByteOffset(0), &[7; BYTES as usize]).unwrap();
-    let local = source
-        .register(&memory, ByteOffset(0), ByteLen(BYTES), "kv")
-        .unwrap();
+    let local = sevens(&source);
     let session = source.connect(&peer.desc).unwrap();
     write(&session, &local, peer.region(0), one_run(0, 0, BYTES)).unwrap();
     assert!(contents(&peer.memory) == vec![7; BYTES as usize]);
@@ -402,11 +406,7 @@ fn a_wrong_key_fails_the_batches_that_use_it_and_says_where() {
     }
     let peer = RawPeer::start();
     let source = Engine::start(config("eng-A", TransportKind::Rdma)).unwrap();
-    let memory = Memory::allocate("source", ByteLen(BYTES)).unwrap();
-    memory.write(ByteOffset(0), &[7; BYTES as usize]).unwrap();
-    let local = source
-        .register(&memory, ByteOffset(0), ByteLen(BYTES), "kv")
-        .unwrap();
+    let local = sevens(&source);
     let session = source.connect(&peer.desc).unwrap();
     let (good, bad) = (peer.region(0), peer.region(1));
     write(&session, &local, good.clone(), shuffled_pages()).unwrap();
