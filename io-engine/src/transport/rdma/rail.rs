@@ -140,11 +140,21 @@ impl Rail {
         Ok((number, pair, Arc::clone(poller)))
     }
 
-    /// The registration of a region with this device, made when it is first needed.
+    /// The registration of a region with this device, made when it is first needed. A region that
+    /// is being deregistered gets none.
     pub(crate) fn register(&self, region: &Region) -> Result<Arc<MemoryRegion>, TransportError> {
-        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        // Under the lock that `forget` takes: a region that is being deregistered lets nobody in.
+        // Until the registration is among those that `forget` finds.
         let _guard = region.enter()?;
+        self.register_for_job(region)
+    }
+
+    /// As [`Rail::register`], for a job that moves bytes of the region. It is inside already, so
+    /// that whoever deregisters the region waits for its end, and lets it have what it needs.
+    pub(crate) fn register_for_job(
+        &self,
+        region: &Region,
+    ) -> Result<Arc<MemoryRegion>, TransportError> {
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = regions.get(&region.id()) {
             return Ok(Arc::clone(found));
         }

@@ -326,7 +326,7 @@ impl Session {
         match endpoint.rail().registered(region.id()) {
             Some(registered) => Ok(registered),
             // Only after a change of rail: `knows_all` has seen to it otherwise.
-            None => endpoint.rail().register(region),
+            None => endpoint.rail().register_for_job(region),
         }
     }
 
@@ -585,7 +585,7 @@ impl Session {
                         return Ok(Err(self.mismatch(&pair.remote, told.length)));
                     }
                 }
-                if let Err(error) = endpoint.rail().register(&pair.local) {
+                if let Err(error) = endpoint.rail().register_for_job(&pair.local) {
                     return Ok(Err(error));
                 }
             }
