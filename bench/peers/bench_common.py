@@ -115,30 +115,60 @@ class Arena:
         # Faults every page in, and changes none that another process has filled.
         self.bytes[::4096] |= 0
 
+    def read(self, offset: int, length: int) -> np.ndarray:
+        """Bytes of it."""
+        return self.bytes[offset : offset + length]
+
+    def write(self, offset: int, values: np.ndarray):
+        """Puts bytes there."""
+        self.bytes[offset : offset + len(values)] = values
+
     def fill(self, seed: int):
         """Writes the source pattern everywhere."""
-        for offset in range(0, self.size, MIB):
-            length = min(MIB, self.size - offset)
-            self.bytes[offset : offset + length] = pattern(seed, offset, length)
+        for offset, length in mebibytes(self.size):
+            self.write(offset, pattern(seed, offset, length))
 
     def zero(self):
         """Writes zeros everywhere."""
-        self.bytes.fill(0)
+        for offset, length in mebibytes(self.size):
+            self.write(offset, np.zeros(length, dtype=np.uint8))
 
     def changed_words(self) -> int:
         """How many words are not zero."""
-        blocks = range(0, self.size, MIB)
-        words = (self.bytes[block : block + MIB].view(np.uint64) for block in blocks)
-        return sum(int(np.count_nonzero(block)) for block in words)
+        blocks = (self.read(offset, length) for offset, length in mebibytes(self.size))
+        return sum(int(np.count_nonzero(block.view(np.uint64))) for block in blocks)
 
     def mismatches(self, seed: int, src: int, dst: int, length: int) -> int:
         """How many MiB blocks at dst are not the pattern of src."""
         bad = 0
-        for offset in range(0, length, MIB):
-            step = min(MIB, length - offset)
-            here = self.bytes[dst + offset : dst + offset + step]
+        for offset, step in mebibytes(length):
+            here = self.read(dst + offset, step)
             bad += not np.array_equal(here, pattern(seed, src + offset, step))
         return bad
+
+
+class ForeignArena(Arena):
+    """Private memory of a process that this one started."""
+
+    def __init__(self, size: int, pid: int, address: int):
+        self.size, self.address = size, address
+        self.memory = open(f"/proc/{pid}/mem", "r+b", buffering=0)
+
+    def read(self, offset, length):
+        values = os.pread(self.memory.fileno(), length, self.address + offset)
+        if len(values) != length:
+            raise OSError(f"read {len(values)} of {length} bytes at {offset} of the arena")
+        return np.frombuffer(values, dtype=np.uint8)
+
+    def write(self, offset, values):
+        written = os.pwrite(self.memory.fileno(), values, self.address + offset)
+        if written != len(values):
+            raise OSError(f"wrote {written} of {len(values)} bytes at {offset} of the arena")
+
+
+def mebibytes(length: int):
+    """Offset and length of each MiB, the last one shorter."""
+    return ((offset, min(MIB, length - offset)) for offset in range(0, length, MIB))
 
 
 def offsets(case: str, variant: int, arena: int, seed: int, side: str) -> np.ndarray:
@@ -163,7 +193,7 @@ def verify(arena: Arena, seed: int, case: str, variant: int) -> dict:
     dst = offsets(case, variant, arena.size, seed, "dst").tolist()
     for src_offset, dst_offset in zip(src, dst):
         bad += arena.mismatches(seed, src_offset, dst_offset, size)
-        arena.bytes[dst_offset : dst_offset + size] = 0
+        arena.write(dst_offset, np.zeros(size, dtype=np.uint8))
     return {"bad": bad, "stray": arena.changed_words()}
 
 

@@ -2,7 +2,8 @@
 """Ferry's io engine through its public interface: a Rust process for each side (bench/driver).
 
 The page lists are made here and handed over before anything is timed; the Rust process times its
-own blocking calls, and the arenas (memfds of the engines) are mapped here to fill and verify them.
+own blocking calls. The arenas are filled and verified from here: the memfds that `shm` and `tcp` are
+measured with are mapped, the private memory of `cma` is reached by /proc/PID/mem.
 """
 
 import json
@@ -49,8 +50,11 @@ class Engine:
         return self.answer()
 
     def arena(self, key: str, size: int) -> common.Arena:
-        """Maps one of the engine's arenas here."""
-        return common.Arena(size, f"/proc/{self.pid}/fd/{self.hello[key]}")
+        """One of the engine's arenas."""
+        place = self.hello[key]
+        if "fd" in place:
+            return common.Arena(size, f"/proc/{self.pid}/fd/{place['fd']}")
+        return common.ForeignArena(size, self.pid, place["address"])
 
     def close(self):
         """Ends the process."""
@@ -74,7 +78,7 @@ class Ours(common.Driver):
             self.engine = Engine(args, args.role)
 
     def make_arena(self, role):
-        return self.engine.arena("fd", self.size) if self.engine else super().make_arena(role)
+        return self.engine.arena("arena", self.size) if self.engine else super().make_arena(role)
 
     def engine_pid(self):
         return self.engine.pid if self.engine else super().engine_pid()
@@ -91,7 +95,7 @@ class Ours(common.Driver):
             hello = self.engine.hello["local"]
             if self.args.op == "read":
                 raise SystemExit("local is only measured writing")
-            self.local_destination = self.engine.arena("local_fd", self.size)
+            self.local_destination = self.engine.arena("local_arena", self.size)
         ends = {key: hello[key] for key in ("engine", "region")}
         self.engine.ask(op="connect", direction=self.args.op, **ends)
 

@@ -209,8 +209,16 @@ def check_memory(paths: int, arena_mib: int):
 
 
 def run_group(chosen: dict, args, records: list[dict]):
-    """Lets the paths of a group take turns in every case."""
+    """Lets the paths of a group take turns in every case, with new processes every few rounds."""
     check_memory(len(chosen), args.arena_mib)
+    rounds = range(args.rounds)
+    some = -(-args.rounds // args.restarts)
+    for first in rounds[::some]:
+        run_rounds(chosen, rounds[first : first + some], args, records)
+
+
+def run_rounds(chosen: dict, rounds: range, args, records: list[dict]):
+    """Some rounds of a group with the same processes; the last one is verified."""
     options = ["--arena-mib", str(args.arena_mib), "--op", args.op, "--budget-s", "5"]
     paths = []
 
@@ -230,15 +238,15 @@ def run_group(chosen: dict, args, records: list[dict]):
             except PathFailed as error:
                 for case in args.cases:
                     records.append(
-                        {"name": path.name, "round": 0, "case": case, "error": str(error)}
+                        {"name": path.name, "round": rounds[0], "case": case, "error": str(error)}
                     )
-                failed(path, args.cases[0], 0, error)
+                failed(path, args.cases[0], rounds[0], error)
         for case in args.cases:
             is_latency = case in report.LATENCY
             samples, warm = (args.lat_samples, 50) if is_latency else (args.samples, 1)
             began = time.monotonic()
-            for number in range(args.rounds):
-                is_last = number == args.rounds - 1
+            for number in rounds:
+                is_last = number == rounds[-1]
                 common.wait_until_quiet(QUIET_CORES, args.quiet_wait_s)
                 for path in list(paths) if number % 2 == 0 else list(reversed(paths)):
                     try:
@@ -246,7 +254,9 @@ def run_group(chosen: dict, args, records: list[dict]):
                         records.append({"name": path.name, "round": number} | record)
                     except PathFailed as error:
                         failed(path, case, number, error)
-            print(f"  {case}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            took = f"{time.monotonic() - began:.0f} s"
+            told = f"  rounds {rounds[0] + 1} to {rounds[-1] + 1}, {case}: {took}"
+            print(told, file=sys.stderr, flush=True)
     finally:
         for path in paths:
             path.close()
@@ -290,6 +300,9 @@ def main():
     parser.add_argument("--op", default="write", choices=["write", "read"])
     parser.add_argument("--threads", type=names, default=["1", "2"], help="of ours and the limits")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--restarts", type=int, default=3, help="new processes, with other memory, so many times"
+    )
     parser.add_argument("--samples", type=int, default=4, help="of a bandwidth case, each round")
     parser.add_argument("--lat-samples", type=int, default=500)
     parser.add_argument("--arena-mib", type=int, default=512)

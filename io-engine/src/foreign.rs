@@ -11,9 +11,9 @@ use crate::memory::Memory;
 use crate::region::Location;
 use crate::sys::{self, ForeignRange};
 
-/// Bytes of this process that were not allocated here: an array of a scripting language, a pool of
-/// another library. Peers reach them by `local`, `cma` and `tcp`, but not by `shm`, because there
-/// is no descriptor to hand over. Clones share it.
+/// Bytes of this process without a descriptor to hand over: an array of a scripting language, a
+/// pool of another library, private memory. Peers reach them by `local`, `cma` and `tcp`, but not
+/// by `shm`. Clones share it.
 #[derive(Clone)]
 pub struct ForeignMemory(Arc<Foreign>);
 
@@ -32,7 +32,37 @@ impl fmt::Debug for ForeignMemory {
     }
 }
 
+/// What private memory is made of, so that it begins with a page.
+#[derive(Clone)]
+#[repr(align(4096))]
+struct Page(#[expect(dead_code, reason = "reached by address")] [u8; 4096]);
+
 impl ForeignMemory {
+    /// Makes private memory of this process, zeros, of whole pages of 4 KiB. All of it is touched.
+    ///
+    /// # Errors
+    /// [`TransportErrorKind::Memory`] when there is not so much, or `len` is 0 or no multiple of
+    /// 4 KiB.
+    pub fn allocate(len: ByteLen) -> Result<Self, TransportError> {
+        let refused = || {
+            TransportError::quiesced(
+                TransportErrorKind::Memory,
+                format!("{len} bytes of private memory are not to be had (whole pages of 4 KiB)"),
+            )
+        };
+        let count = usize::try_from(len.get()).map_err(|_| refused())?;
+        if count == 0 || count % size_of::<Page>() != 0 {
+            return Err(refused());
+        }
+        let mut pages = Vec::new();
+        let count = count / size_of::<Page>();
+        pages.try_reserve_exact(count).map_err(|_| refused())?;
+        pages.resize(count, Page([0; 4096]));
+        let address = pages.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: the keeper owns the bytes, and nobody has a reference to them.
+        unsafe { Self::new(address, len, pages) }
+    }
+
     /// Takes `len` bytes at `address` into use. Whatever `keeper` keeps is kept for as long as a
     /// region or a batch in flight needs the bytes.
     ///
@@ -64,6 +94,11 @@ impl ForeignMemory {
             range,
             _keeper: Box::new(keeper),
         })))
+    }
+
+    /// Where they begin in this process.
+    pub fn address(&self) -> u64 {
+        self.0.range.address()
     }
 
     /// How many bytes there are.
@@ -192,6 +227,25 @@ mod tests {
         let constant = READ_ONLY.as_ptr().expose_provenance() as u64;
         // SAFETY: it cannot be used, because it is refused.
         assert!(unsafe { ForeignMemory::new(constant, ByteLen(64), ()) }.is_err());
+    }
+
+    #[test]
+    fn private_memory_is_of_whole_pages_and_zero() {
+        let memory = ForeignMemory::allocate(ByteLen(3 << 12)).unwrap();
+        assert_eq!((memory.address() % 4096, memory.len().get()), (0, 3 << 12));
+        let memory = AnyMemory::from(&memory);
+        memory.write(ByteOffset(4096), &[9; 4096]).unwrap();
+        let mut seen = [1; 3 << 12];
+        memory.read(ByteOffset(0), &mut seen).unwrap();
+        assert!(
+            seen.iter()
+                .enumerate()
+                .all(|(at, byte)| { *byte == if (4096..8192).contains(&at) { 9 } else { 0 } })
+        );
+        for len in [0, 1, 4097, 1 << 60] {
+            let refused = ForeignMemory::allocate(ByteLen(len)).unwrap_err();
+            assert_eq!(refused.kind(), TransportErrorKind::Memory, "{len}");
+        }
     }
 
     #[test]

@@ -217,6 +217,11 @@ impl ForeignRange {
         self.len
     }
 
+    /// Where it begins.
+    pub(crate) fn address(&self) -> u64 {
+        self.address.as_ptr().expose_provenance() as u64
+    }
+
     /// The address of a byte; `None` unless `offset + len` lies inside.
     pub(crate) fn range(&self, offset: u64, len: u64) -> Option<*mut u8> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len);

@@ -50,6 +50,8 @@ enum Role {
 
 fn main() -> Result<()> {
     let args = Args::parse();
+    // Every path is measured with pages of 4 KiB.
+    rustix::thread::disable_transparent_huge_pages(true).context("asking for small pages")?;
     let mut side = Side::start(&args)?;
     let say = |value: &serde_json::Value| -> Result<()> {
         let mut stdout = std::io::stdout().lock();

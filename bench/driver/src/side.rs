@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use common::plan::{RunList, StridedRun};
 use common::wire::{EngineDesc, MemoryDesc};
 use io_engine::{
-    ByteLen, ByteOffset, Direction, Engine, EngineConfig, Memory, Region, RemoteRegion, Session,
-    TransferHandle, TransportKind, WriteBatch, WritePair,
+    AnyMemory, ByteLen, ByteOffset, Direction, Engine, EngineConfig, ForeignMemory, Memory, Region,
+    RemoteRegion, Session, TransferHandle, TransportKind, WriteBatch, WritePair,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -83,8 +83,16 @@ pub(crate) struct PageList {
 /// An engine with one arena, registered whole.
 struct Pool {
     engine: Engine,
-    memory: Memory,
+    arena: Arena,
     region: Region,
+}
+
+/// Memory of the kind that a transport is for.
+enum Arena {
+    /// That a peer can map.
+    Shared(Memory),
+    /// Of this process alone, as engines allocate it: what `cma` reaches.
+    Private(ForeignMemory),
 }
 
 pub(crate) struct Side {
@@ -120,7 +128,7 @@ impl Side {
     pub(crate) fn hello(&self) -> Result<Value> {
         let mut hello = self.pool.hello()?;
         if let (Some(local), Some(fields)) = (&self.local_opt, hello.as_object_mut()) {
-            fields.insert("local_fd".to_owned(), json!(local.fd()));
+            fields.insert("local_arena".to_owned(), local.arena.hello());
             fields.insert("local".to_owned(), local.hello()?);
         }
         Ok(hello)
@@ -267,25 +275,39 @@ impl Pool {
         config.fault_opt = args.fault.clone();
         let engine = Engine::start(config).context("starting an engine")?;
         let len = ByteLen(args.arena_mib << 20);
-        let memory = Memory::allocate(key, len).context("allocating the arena")?;
-        let region = engine.register(&memory, ByteOffset(0), len, "kv")?;
+        let (arena, memory) = if args.transport == TransportKind::Cma {
+            let memory = ForeignMemory::allocate(len).context("allocating the arena")?;
+            let any = AnyMemory::from(&memory);
+            (Arena::Private(memory), any)
+        } else {
+            let memory = Memory::allocate(key, len).context("allocating the arena")?;
+            let any = AnyMemory::from(&memory);
+            (Arena::Shared(memory), any)
+        };
+        let region = engine.register(memory, ByteOffset(0), len, "kv")?;
         Ok(Self {
             engine,
-            memory,
+            arena,
             region,
         })
     }
 
-    fn fd(&self) -> i32 {
-        self.memory.as_fd().as_raw_fd()
-    }
-
     fn hello(&self) -> Result<Value> {
         Ok(json!({
-            "fd": self.fd(),
+            "arena": self.arena.hello(),
             "engine": hex::encode(self.engine.desc().pack()?),
             "region": hex::encode(self.region.desc().pack()?),
         }))
+    }
+}
+
+impl Arena {
+    /// How the harness reaches it.
+    fn hello(&self) -> Value {
+        match self {
+            Self::Shared(memory) => json!({ "fd": memory.as_fd().as_raw_fd() }),
+            Self::Private(memory) => json!({ "address": memory.address() }),
+        }
     }
 }
 
