@@ -72,6 +72,8 @@ pub enum Transport {
     Shm,
     /// Cross-process copy on one host.
     Cma,
+    /// Network devices; only in builds with the feature `rdma`.
+    Rdma,
     /// TCP streams.
     Tcp,
 }

@@ -73,7 +73,7 @@ pub struct ServeConfig {
     /// Ports for control sockets, for example 20000-20063; any free port if absent.
     #[arg(long, value_name = "FIRST-LAST", env = "FERRY_CONTROL_PORTS", value_parser = parse_ports)]
     pub control_ports: Option<RangeInclusive<u16>>,
-    /// Transports that may be used, in the order of choice: local, shm, cma, tcp.
+    /// Transports that may be used, in the order of choice: local, shm, cma, rdma (if it was built with it), tcp.
     #[arg(long, value_name = "NAMES", env = "FERRY_TRANSPORTS", value_delimiter = ',', default_values_t = TransportKind::ALL)]
     pub transports: Vec<TransportKind>,
     /// Believes the pid and addresses of peers that are no Ferry engines, for the cma transport.

@@ -169,6 +169,7 @@ impl Stage {
             Transport::Auto => None,
             Transport::Shm => Some("shm"),
             Transport::Cma => Some("cma"),
+            Transport::Rdma => Some("rdma"),
             Transport::Tcp => Some("tcp"),
         };
         if let Some(transports) = transports {

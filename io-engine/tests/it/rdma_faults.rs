@@ -2,11 +2,13 @@
 //! Their packets cross a pair of interfaces; control messages do not, so that what is proved of
 //! packets is seen.
 
+use std::collections::VecDeque;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use io_engine::{
-    ByteOffset, DeviceChoice, Direction, TransportErrorKind, TransportKind, WriteBatch, WritePair,
+    ByteOffset, DeviceChoice, Direction, TransferHandle, TransportErrorKind, TransportKind,
+    WriteBatch, WritePair,
 };
 
 use crate::support::{
@@ -30,8 +32,14 @@ impl Drop for Network {
 
 /// A source on `rxe0` and a target on `rxe1`.
 fn across() -> Pair {
+    across_with(14)
+}
+
+/// The same with another patience of the devices: 4.096 us, doubled `timeout` times.
+fn across_with(timeout: u8) -> Pair {
     let on = |key: &str, device: &str| {
         let mut config = config(key, TransportKind::Rdma);
+        config.rdma.timeout = timeout;
         config.rdma.devices = DeviceChoice::Only(vec![device.to_owned()]);
         config
     };
@@ -83,28 +91,63 @@ fn a_link_that_goes_down_fails_what_is_under_way_and_is_used_again() {
     let _network = Network;
     let pair = across();
     let remote = remote_of(&pair.remote.desc());
-    let handles: Vec<_> = (0..40)
-        .map(|_| begin(&pair.session, &pair.local, &remote, shuffled_pages()))
-        .collect();
+    let begin = || begin(&pair.session, &pair.local, &remote, shuffled_pages());
+    let mut handles: VecDeque<_> = (0..20).map(|_| begin()).collect();
     handles[1].wait(DEADLINE).expect("it ends").unwrap();
     run("ip link set v1 down");
-    let mut failed = 0;
-    for handle in handles {
-        if let Err(error) = handle.wait(DEADLINE).expect("a batch ends") {
+    // Those before may all have arrived by then.
+    let is_failing = |handle: &TransferHandle| match handle.wait(DEADLINE).expect("a batch ends") {
+        Ok(_) => false,
+        Err(error) => {
             assert_eq!(error.kind(), TransportErrorKind::PeerDead, "{error}");
             for part in ["RETRY_EXC_ERR", "rxe0", "target", "::ffff:10.9.0.2"] {
                 assert!(error.to_string().contains(part), "{error}");
             }
             assert!(error.is_quiesced(), "the peer has said so: {error}");
-            failed += 1;
+            true
         }
-    }
-    assert!(failed > 0, "the link was down in the middle");
+    };
+    eventually("the link is down", || {
+        handles.push_back(begin());
+        handles
+            .pop_front()
+            .is_some_and(|handle| is_failing(&handle))
+    });
     assert!(pair.session.is_alive(), "the session waits for the link");
     run("/run/veth-up");
     eventually("the link is used again", || {
         write(&pair.session, &pair.local, remote.clone(), shuffled_pages()).is_ok()
     });
+    assert!(all_arrived(&pair));
+    for handle in handles {
+        let _ = handle.wait(DEADLINE).expect("what waited ends, too");
+    }
+}
+
+#[test]
+#[ignore = "needs the pair of devices of make test-rdma"]
+fn a_link_that_stays_down_ends_its_sessions() {
+    let _network = Network;
+    let pair = across();
+    let remote = remote_of(&pair.remote.desc());
+    write(&pair.session, &pair.local, remote.clone(), shuffled_pages()).unwrap();
+    run("ip link set v1 down");
+    eventually("the session is given up", || {
+        let ended = begin(&pair.session, &pair.local, &remote, shuffled_pages()).wait(DEADLINE);
+        let error = ended.expect("a batch ends").unwrap_err();
+        assert!(error.is_retryable(), "{error}");
+        !pair.session.is_alive()
+    });
+    let desc = pair.target.desc();
+    let refused = pair.source.connect(&desc).unwrap_err().to_string();
+    assert!(refused.contains("no rdma port is up (rxe0)"), "{refused}");
+    run("/run/veth-up");
+    let mut session_opt = None;
+    eventually("a new session is opened", || {
+        session_opt = pair.source.connect(&desc).ok();
+        session_opt.is_some()
+    });
+    write(&session_opt.unwrap(), &pair.local, remote, shuffled_pages()).unwrap();
     assert!(all_arrived(&pair));
 }
 
@@ -112,7 +155,8 @@ fn a_link_that_goes_down_fails_what_is_under_way_and_is_used_again() {
 #[ignore = "needs the pair of devices of make test-rdma"]
 fn a_batch_that_was_given_up_writes_nothing_although_its_packets_were_sent() {
     let _network = Network;
-    let pair = across();
+    // Longer than the delay, or nothing would arrive at all.
+    let pair = across_with(19);
     let remote = remote_of(&pair.remote.desc());
     write(&pair.session, &pair.local, remote.clone(), shuffled_pages()).unwrap();
     run("tc qdisc add dev v0 root netem delay 700ms limit 100000");

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc};
 use io_engine::{
-    ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, Region, RemoteRegion, Session,
-    TransportError, TransportKind,
+    ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, RdmaOptions, Region,
+    RemoteRegion, Session, TransportError, TransportKind,
 };
 use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -317,6 +317,7 @@ impl IOEngine {
         engine_config.transports = transports()?;
         engine_config.cma_trust_descriptors = is_set("FERRY_CMA_TRUST_DESCRIPTORS");
         engine_config.fault_opt = fault()?;
+        engine_config.rdma = RdmaOptions::from_environment().map_err(PyRuntimeError::new_err)?;
         let is_faulty = engine_config.fault_opt.is_some();
         let engine = py
             .detach(|| Engine::start(engine_config))

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::plan::PlannerOptions;
 use common::topology::ParallelConfig;
 use futures::executor::block_on;
-use io_engine::{AnyMemory, Engine, EngineConfig, FaultSpec, Region, TransportKind};
+use io_engine::{AnyMemory, Engine, EngineConfig, FaultSpec, RdmaOptions, Region, TransportKind};
 use prometheus::{Registry, TextEncoder};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -136,6 +136,7 @@ async fn start(
     config.transports = options.transports;
     config.cma_trust_descriptors = options.cma_trust_descriptors;
     config.fault_opt = options.fault_opt;
+    config.rdma = RdmaOptions::from_environment().map_err(bad_rank)?;
     let engine = Engine::start(config).map_err(|error| bad_rank(error.to_string()))?;
     let (buffers, regions) =
         register_buffers(&engine, &request.layout, layout, &pools).map_err(bad_rank)?;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::ids::ByteLen;
 use common::topology::ParallelConfig;
-use io_engine::{AnyMemory, Engine, EngineConfig, Memory, Region};
+use io_engine::{AnyMemory, Engine, EngineConfig, Memory, RdmaOptions, Region};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
@@ -275,6 +275,7 @@ fn take_memory(
     engine_config.tcp_bind = (config.bind, 0).into();
     engine_config.cma_trust_descriptors = config.cma_trust_descriptors;
     engine_config.fault_opt = config.inject_fault.clone();
+    engine_config.rdma = RdmaOptions::from_environment()?;
     let engine = Engine::start(engine_config).map_err(|error| format!("the io engine: {error}"))?;
     let (buffers, regions) = register_buffers(&engine, &request.layout, layout, &pools)?;
     Ok((engine, buffers, regions))

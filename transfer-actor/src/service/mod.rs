@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use actix_web::dev::ServerHandle;
 use anyhow::{Context, Result};
+use io_engine::RdmaOptions;
 use prometheus::Registry;
 
 use crate::config::ServeConfig;
@@ -100,6 +101,8 @@ impl Drop for Claim {
 /// # Errors
 /// When a socket cannot be bound (it is named), or the server breaks.
 pub async fn serve(config: ServeConfig) -> Result<()> {
+    // Each engine reads them; a bad one is to be known at the start.
+    RdmaOptions::from_environment().map_err(anyhow::Error::msg)?;
     let registry = Registry::new();
     let metrics = Arc::new(TransferMetrics::new(&registry).context("registering metrics")?);
     let (attach_listener, _attach_path) = sockets::bind(&config.attach_socket)?;

@@ -1,8 +1,9 @@
 //! One queue pair at work: pieces of batches posted as chains, and what becomes of them.
 //!
-//! A failed queue pair is stopped, drained and destroyed: then this side reads and sends nothing
-//! more. Packets of its writes can still be in the network, so whoever wrote is told only when the
-//! session has heard from the peer that its end is destroyed, too ([`Owed`]).
+//! A failed queue pair is stopped and drained, or destroyed if it does not drain: then this side
+//! sends nothing more, and nothing comes in. Packets of its writes can still be in the network, so
+//! whoever wrote is told only when the session has heard from the peer that its end is destroyed
+//! ([`Owed`]).
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -93,22 +94,32 @@ struct Leftover {
     status: Arc<Status>,
 }
 
+/// What is left of a queue pair that has ended.
+pub(crate) struct Ended {
+    pub(crate) owed: Vec<Owed>,
+    /// Stopped and drained. Destroying it may wait until the packets that it sent have left this
+    /// host, so it comes last.
+    pair_opt: Option<QueuePair>,
+}
+
+impl Ended {
+    /// Tells what was under way; `is_proved`: the peer has said that nothing comes in over the
+    /// queue pair any more. What is left is to be dropped.
+    pub(crate) fn tell(self, is_proved: bool) -> Option<QueuePair> {
+        for Owed { status, error } in self.owed {
+            status.piece_done(Err(match is_proved {
+                true => error,
+                false => error.without_proof(),
+            }));
+        }
+        self.pair_opt
+    }
+}
+
 /// The failure of a write whose packets may still be in the network.
 pub(crate) struct Owed {
     status: Arc<Status>,
     error: TransportError,
-}
-
-impl Owed {
-    /// The peer has said that nothing comes in over the queue pair any more.
-    pub(crate) fn tell_with_proof(self) {
-        self.status.piece_done(Err(self.error));
-    }
-
-    /// The peer does not say.
-    pub(crate) fn tell_without_proof(self) {
-        self.status.piece_done(Err(self.error.without_proof()));
-    }
 }
 
 /// What is to be told when the lock is free.
@@ -118,6 +129,8 @@ struct News {
     failed: Vec<(Posted, TransportError)>,
     notifications: Vec<Notification>,
     ended_opt: Option<TransportError>,
+    /// As in [`Ended`].
+    pair_opt: Option<QueuePair>,
     progressed: bool,
 }
 
@@ -414,12 +427,17 @@ impl Endpoint {
             return;
         };
         // Those that nobody will hear of end with the queue pair itself.
-        let is_drained = state.posted.iter().all(|posted| posted.chain == u64::MAX);
-        if !is_drained || state.pair_opt.is_none() {
+        let is_expected = |posted: &Posted| posted.chain != u64::MAX;
+        if state.posted.iter().any(is_expected) || state.pair_opt.is_none() {
             return;
         }
-        // Under the lock: whoever finds no queue pair may rely on its end.
-        drop(state.pair_opt.take());
+        let pair_opt = state.pair_opt.take();
+        if state.posted.is_empty() && !self.is_accepted() {
+            news.pair_opt = pair_opt;
+        } else {
+            // Under the lock: whoever finds no queue pair may rely on its end.
+            drop(pair_opt);
+        }
         state.posted_bytes = 0;
         let lost = std::mem::take(&mut state.posted);
         self.under_way.fetch_sub(lost.len(), Ordering::AcqRel);
@@ -461,17 +479,22 @@ impl Endpoint {
                 false => status.piece_done(Err(error)),
             }
         }
+        let ended = Ended {
+            owed,
+            pair_opt: news.pair_opt,
+        };
         match &self.owner {
             Owner::Session(session, place) => {
                 let Some(session) = session.upgrade() else {
                     // It ends after its queue pairs, so nothing of it can be under way.
-                    return owed.into_iter().for_each(Owed::tell_without_proof);
+                    drop(ended.tell(false));
+                    return;
                 };
                 for notification in news.notifications {
                     session.notified(notification);
                 }
                 match news.ended_opt {
-                    Some(error) => session.endpoint_ended(*place, self, &error, owed),
+                    Some(error) => session.endpoint_ended(*place, self, &error, ended),
                     None if news.progressed => session.pump(),
                     None => {}
                 }

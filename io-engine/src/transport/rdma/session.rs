@@ -23,7 +23,7 @@ use crate::status::Status;
 use crate::sys::{self, Interest};
 use crate::transport::queue::{PIECE_BYTES, Taken};
 use crate::transport::rdma::control::{ControlClient, PeerAddress, check_refusal};
-use crate::transport::rdma::endpoint::{Endpoint, Owed, Owner, Route, requests_of};
+use crate::transport::rdma::endpoint::{Ended, Endpoint, Owner, Route, requests_of};
 use crate::transport::rdma::notifications::Notification;
 use crate::transport::rdma::rail::Rails;
 use crate::transport::rdma::requests::{Lane, PairKeys};
@@ -88,8 +88,8 @@ struct Slot {
     endpoint_opt: Option<(Arc<Endpoint>, i32)>,
     /// The peer's queue pair that is to be ended.
     retired_opt: Option<u32>,
-    /// Told when it has ended.
-    owed: Vec<Owed>,
+    /// Told when that has ended.
+    ended: Vec<Ended>,
     peer_number: u32,
     failures: u32,
     made: Instant,
@@ -108,7 +108,7 @@ impl Session {
             Mutex::new(Slot {
                 endpoint_opt: None,
                 retired_opt: None,
-                owed: Vec::new(),
+                ended: Vec::new(),
                 peer_number: 0,
                 failures: 0,
                 made: now,
@@ -354,16 +354,17 @@ impl Session {
             })
     }
 
-    /// A queue pair has ended and is to be made again; `owed` is what was written over it.
+    /// A queue pair has ended and is to be made again; the peer's end of it is to be ended, too.
     pub(crate) fn endpoint_ended(
         &self,
         place: usize,
         endpoint: &Endpoint,
         error: &TransportError,
-        owed: Vec<Owed>,
+        ended: Ended,
     ) {
         let Some(slot) = self.slots.get(place) else {
-            return owed.into_iter().for_each(Owed::tell_without_proof);
+            drop(ended.tell(false));
+            return;
         };
         let mut slot = lock(slot);
         let is_current = slot
@@ -372,17 +373,18 @@ impl Session {
             .is_some_and(|(current, _)| std::ptr::eq(&**current, endpoint));
         if !is_current {
             drop(slot);
-            return owed.into_iter().for_each(Owed::tell_without_proof);
+            drop(ended.tell(false));
+            return;
         }
-        let ended = slot.endpoint_opt.take();
+        let endpoint = slot.endpoint_opt.take();
         slot.retired_opt = Some(slot.peer_number);
-        slot.owed.extend(owed);
+        slot.ended.push(ended);
         if slot.made.elapsed() >= WORKED {
             slot.failures = 0;
         }
         slot.back_off();
         drop(slot);
-        drop(ended);
+        drop(endpoint);
         if error.kind() == TransportErrorKind::NotRegistered {
             // The peer may have registered its memory anew.
             self.keys
@@ -619,38 +621,41 @@ impl Session {
             }
         }
         let slots = self.slots.iter();
-        let owed: Vec<_> = slots
-            .flat_map(|slot| std::mem::take(&mut lock(slot).owed))
+        let ended: Vec<_> = slots
+            .flat_map(|slot| std::mem::take(&mut lock(slot).ended))
             .collect();
-        match !owed.is_empty() && self.is_ferry && client.finish() {
-            true => owed.into_iter().for_each(Owed::tell_with_proof),
-            false => owed.into_iter().for_each(Owed::tell_without_proof),
-        }
+        let is_owed = ended.iter().any(|ended| !ended.owed.is_empty());
+        let is_proved = is_owed && self.is_ferry && client.finish();
+        let pairs: Vec<_> = ended.into_iter().map(|it| it.tell(is_proved)).collect();
+        drop(pairs);
     }
 
-    /// Has the peer end its side of a queue pair that has failed, and tells what was under way.
-    fn retire(&self, client: &mut ControlClient, slot: &Mutex<Slot>) -> Result<(), TransportError> {
-        let Some(queue_pair) = lock(slot).retired_opt else {
-            return Ok(());
-        };
-        if self.is_ferry {
-            let _: Retire = client.ask(ControlType::Retire, &Retire { queue_pair })?;
-        }
-        let owed = {
-            let mut slot = lock(slot);
-            slot.retired_opt = None;
-            std::mem::take(&mut slot.owed)
-        };
-        match self.is_ferry {
-            true => owed.into_iter().for_each(Owed::tell_with_proof),
+    /// Has the peer end its side of queue pairs that have failed, and tells what was under way.
+    fn retire(&self, client: &mut ControlClient) -> Result<(), TransportError> {
+        let mut pairs = Vec::new();
+        for slot in &self.slots {
+            let Some(queue_pair) = lock(slot).retired_opt else {
+                continue;
+            };
             // MoRI has no word for it.
-            false => owed.into_iter().for_each(Owed::tell_without_proof),
+            if self.is_ferry {
+                let _: Retire = client.ask(ControlType::Retire, &Retire { queue_pair })?;
+            }
+            let ended = {
+                let mut slot = lock(slot);
+                slot.retired_opt = None;
+                std::mem::take(&mut slot.ended)
+            };
+            pairs.extend(ended.into_iter().map(|it| it.tell(self.is_ferry)));
         }
+        // Only now: nobody's news wait for it.
+        drop(pairs);
         Ok(())
     }
 
     /// Does what there is to do, then waits.
     fn turn(self: &Arc<Self>, client: &mut ControlClient) -> Result<(), TransportError> {
+        self.retire(client)?;
         let mut next_due: Option<Instant> = None;
         for place in 0..self.slots.len() {
             next_due = match (self.mend(client, place)?, next_due) {
@@ -695,7 +700,6 @@ impl Session {
         let Some(slot) = self.slots.get(place) else {
             return Ok(None);
         };
-        self.retire(client, slot)?;
         let due = {
             let slot = lock(slot);
             if slot.endpoint_opt.is_some() {
