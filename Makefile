@@ -22,14 +22,24 @@ export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 WHEELS := $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
 
 .PHONY: help demo test test-page browser test-asan test-fuzz test-python test-rdma test-sglang check check-python wheel bench bench-transfers bench-python
-.PHONY: verbs-packages bench-replay bench-turnaround bench-sglang bench-bootstrap cargo system-packages python sglang nextest deny clean
+.PHONY: verbs-headers bench-replay bench-turnaround bench-sglang bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
-demo: cargo ## Moves 256 requests' hybrid state between real processes and verifies every byte (DEMO_ARGS="--help" lists options)
-	$(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --package demo
-	target/release/ferry-demo $(DEMO_ARGS)
+# Builds that contain the rdma transport; they start on hosts without libibverbs, too.
+RDMA_BUILD := LIBCLANG_PATH=/usr/lib/llvm-14/lib
+WITH_RDMA := $(or $(RDMA),$(findstring rdma,$(DEMO_ARGS)))
+
+demo: cargo $(if $(WITH_RDMA),verbs-headers) ## Moves 256 requests' hybrid state between real processes and verifies every byte (DEMO_ARGS="--help" lists options)
+	$(if $(WITH_RDMA),$(RDMA_BUILD)) $(CARGO) build --release --locked --package bootstrap-server --package transfer-actor \
+	  --package demo $(if $(WITH_RDMA),--features demo/rdma)
+	$(or $(CARGO_TARGET_DIR),target)/release/ferry-demo $(DEMO_ARGS)
+
+.PHONY: release
+release: cargo python verbs-headers ## Builds the programs and the wheel with all transports, rdma too
+	$(RDMA_BUILD) $(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --features transfer-actor/rdma
+	$(MAKE) --no-print-directory wheel WHEEL_PROFILE=release RDMA=1
 
 test: cargo system-packages sglang nextest test-python test-page ## Runs every test
 	rm -f $(FERRY_SKIP_LOG)
@@ -43,9 +53,9 @@ test: cargo system-packages sglang nextest test-python test-page ## Runs every t
 	  if [[ "$${CI:-}" == true ]]; then echo "no test may be skipped in CI"; exit 1; fi; \
 	else echo "skipped for what this machine lacks: 0"; fi
 
-wheel: cargo python ## Builds the Python wheel (WHEEL_PROFILE=release) and installs it where the tests look
+wheel: cargo python $(if $(RDMA),verbs-headers) ## Builds the Python wheel (WHEEL_PROFILE=release, RDMA=1) and installs it where the tests look
 	rm -rf $(WHEELS)
-	$(VENV)/bin/maturin build --quiet --locked --manifest-path python/Cargo.toml --profile $(WHEEL_PROFILE) --out $(WHEELS)
+	$(if $(RDMA),$(RDMA_BUILD)) $(VENV)/bin/maturin build $(if $(RDMA),--features rdma) --quiet --locked --manifest-path python/Cargo.toml --profile $(WHEEL_PROFILE) --out $(WHEELS)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEELS)/*.whl
 
 test-python: wheel ## The Python module's own tests
@@ -61,21 +71,20 @@ test-hostile: cargo nextest ## Hostile clients at the bootstrap server, a minute
 	FERRY_HOSTILE_SECONDS=$${FERRY_HOSTILE_SECONDS:-60} $(CARGO) nextest run --package tests --locked \
 	  --test-threads 1 --no-fail-fast --success-output final -E 'test(/^hostile::/)'
 
+test-rdma: cargo verbs-headers ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
+	tests/rdma-vm/setup.sh
+	$(RDMA_BUILD) $(CARGO) clippy --package io-engine --package transfer-actor --package demo --package ferry-python \
+	  --features demo/rdma,ferry-python/rdma --all-targets --locked -- -D warnings
+	$(RDMA_BUILD) tests/rdma-vm/test.sh $(STAGES)
+
 # rdma-sys makes its bindings with libclang 14: its generator does not know later ones.
-RDMA_BUILD := LIBCLANG_PATH=/usr/lib/llvm-14/lib
-
-test-rdma: cargo verbs-packages ## Tests the rdma transport in virtual machines with soft-RoCE devices
-	$(RDMA_BUILD) $(CARGO) clippy --package io-engine --features rdma --all-targets --locked -- -D warnings
-	$(RDMA_BUILD) tests/rdma-vm/test.sh
-
-verbs-packages:
+verbs-headers:
 	@packages=(libibverbs-dev librdmacm-dev pkg-config libclang1-14 libclang-common-14-dev); \
 	if ! dpkg --status "$${packages[@]}" >/dev/null 2>&1; then \
 	  echo "installing: $${packages[*]}"; \
 	  if [[ $$(id -u) == 0 ]]; then sudo=(); else sudo=(sudo); fi; \
 	  "$${sudo[@]}" apt-get update -qq && "$${sudo[@]}" apt-get install -y -qq --no-install-recommends "$${packages[@]}"; \
 	fi
-	@tests/rdma-vm/setup.sh
 
 test-sglang: cargo sglang wheel nextest ## SGLang's own classes as the other side, and on both sides over our Python module (part of `test`)
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py

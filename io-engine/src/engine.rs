@@ -546,6 +546,11 @@ impl EngineInner {
                 }
             };
         };
+        // What is wrong here is told first.
+        #[cfg(feature = "rdma")]
+        if kind == TransportKind::Rdma {
+            self.rails()?;
+        }
         if !offer.has(kind) {
             return Err(none("the peer does not offer it"));
         }

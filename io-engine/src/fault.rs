@@ -3,6 +3,7 @@
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use common::ids::ByteOffset;
 use common::plan::RunList;
@@ -140,6 +141,10 @@ impl Transport for Faulty {
 
     fn is_alive(&self) -> bool {
         self.inner.is_alive()
+    }
+
+    fn grace(&self) -> Duration {
+        self.inner.grace()
     }
 
     fn close(&self) {

@@ -48,7 +48,7 @@ pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};
 pub use foreign::{AnyMemory, ForeignMemory};
 pub use memory::Memory;
-pub use rdma_options::{DeviceChoice, RdmaOptions};
+pub use rdma_options::{DeviceChoice, RdmaOptions, rdma_devices};
 pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
 pub use session::{Direction, Session, WriteBatch, WritePair};
 pub use status::{TransferHandle, TransferResult, Transferred};

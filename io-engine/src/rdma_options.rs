@@ -4,6 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use crate::error::{TransportError, TransportErrorKind};
+
 /// How the `rdma` transport is set up.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RdmaOptions {
@@ -230,6 +232,21 @@ impl DeviceChoice {
                 present.iter().filter(is_used).cloned().collect()
             }
         }
+    }
+}
+
+/// Names of the network devices that this host has for `rdma`. Opens libibverbs.
+///
+/// # Errors
+/// Why it has none: no feature `rdma` in this build, no libibverbs, or no device.
+pub fn rdma_devices() -> Result<Vec<String>, TransportError> {
+    let none = |why| TransportError::quiesced(TransportErrorKind::NoCommonTransport, why);
+    #[cfg(not(feature = "rdma"))]
+    return Err(none("this build has no rdma"));
+    #[cfg(feature = "rdma")]
+    match crate::verbs::device_names()? {
+        names if names.is_empty() => Err(none("this host has no rdma device")),
+        names => Ok(names),
     }
 }
 

@@ -184,7 +184,9 @@ impl Session {
         if let Some(timeout) = timeout_opt
             && !status.is_concluded()
         {
-            self.timer.watch(&status, deadline_after(timeout), timeout);
+            let due = deadline_after(timeout);
+            self.timer
+                .watch(&status, due, timeout, self.transport.grace());
         }
         TransferHandle(status)
     }
@@ -207,7 +209,8 @@ impl Session {
             self.transport.submit(job, Arc::clone(&status));
         }
         if !status.is_concluded() {
-            self.timer.watch(&status, deadline, timeout);
+            self.timer
+                .watch(&status, deadline, timeout, self.transport.grace());
         }
         let handle = TransferHandle(status);
         loop {

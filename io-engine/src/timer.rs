@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::status::Status;
 
-/// How long pieces that were begun may take to come back once the batch's time is over. Copies do
-/// within milliseconds, and then it is proved that nothing is written any more.
-const GRACE: Duration = Duration::from_millis(250);
+/// How long pieces that were begun may take to come back once the batch's time is over, unless the
+/// transport says otherwise. Copies do within milliseconds, and then it is proved that nothing is
+/// written any more.
+pub(crate) const GRACE: Duration = Duration::from_millis(250);
 
 /// The deadlines of an engine's batches; one thread waits for the earliest.
 #[derive(Default)]
@@ -32,6 +33,7 @@ struct Entry {
     number: u64,
     status: Weak<Status>,
     timeout: Duration,
+    grace: Duration,
     is_last: bool,
 }
 
@@ -60,8 +62,15 @@ impl Timer {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Fails a batch that has not ended by then.
-    pub(crate) fn watch(&self, status: &Arc<Status>, due: Instant, timeout: Duration) {
+    /// Fails a batch that has not ended when it is due, `timeout` after it began. Pieces that were
+    /// begun may take `grace` longer to come back.
+    pub(crate) fn watch(
+        &self,
+        status: &Arc<Status>,
+        due: Instant,
+        timeout: Duration,
+        grace: Duration,
+    ) {
         let mut waiting = self.lock();
         if waiting.is_over {
             drop(waiting);
@@ -74,6 +83,7 @@ impl Timer {
             number,
             status: Arc::downgrade(status),
             timeout,
+            grace,
             is_last: false,
         }));
         drop(waiting);
@@ -145,7 +155,7 @@ impl Entry {
         if status.is_concluded() {
             return None;
         }
-        self.due += GRACE;
+        self.due += self.grace;
         self.is_last = true;
         Some(self)
     }
@@ -164,7 +174,7 @@ mod tests {
 
     fn watched(timer: &Timer, timeout: Duration) -> Arc<Status> {
         let status = Status::new(8, 1);
-        timer.watch(&status, Instant::now() + timeout, timeout);
+        timer.watch(&status, Instant::now() + timeout, timeout, GRACE);
         status
     }
 

@@ -3,6 +3,7 @@
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use actix_web::dev::Server;
 use actix_web::{App, HttpResponse, HttpServer, web};
@@ -16,6 +17,10 @@ use crate::layout::Side;
 /// Largest accepted body, in bytes.
 const MAX_BODY_BYTES: usize = 16 * 1024 * 1024;
 
+/// The driver is the only client and keeps its connections. One that ended just as the next request
+/// came would fail it, and the machine may be too slow for any short time.
+const KEEP_ALIVE: Duration = Duration::from_secs(3600);
+
 /// Starts the server on a free port of 127.0.0.1.
 pub fn serve(engine: Arc<Engine>) -> Result<(Server, u16)> {
     let data = web::Data::from(engine);
@@ -28,6 +33,8 @@ pub fn serve(engine: Arc<Engine>) -> Result<(Server, u16)> {
             .route("/check", web::post().to(check))
     })
     .workers(1)
+    .keep_alive(KEEP_ALIVE)
+    .client_request_timeout(Duration::ZERO)
     .disable_signals()
     .bind((Ipv4Addr::LOCALHOST, 0))
     .context("binding the engine's http port")?;

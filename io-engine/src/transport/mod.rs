@@ -22,11 +22,13 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
 use crate::status::Status;
+use crate::timer;
 
 pub(crate) use queue::{BatchQueue, Piece};
 
@@ -119,6 +121,11 @@ pub(crate) trait Transport: Send + Sync {
             TransportErrorKind::NoCommonTransport,
             message,
         ));
+    }
+    /// How long it may take, once a batch's time is over, until what was begun of it has provably
+    /// ended.
+    fn grace(&self) -> Duration {
+        timer::GRACE
     }
     /// Ends the connection; batches in flight fail.
     fn close(&self);

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use actix_web::dev::ServerHandle;
 use anyhow::{Context, Result};
-use io_engine::RdmaOptions;
+use io_engine::{RdmaOptions, TransportKind, rdma_devices};
 use prometheus::Registry;
 
 use crate::config::ServeConfig;
@@ -103,6 +103,12 @@ impl Drop for Claim {
 pub async fn serve(config: ServeConfig) -> Result<()> {
     // Each engine reads them; a bad one is to be known at the start.
     RdmaOptions::from_environment().map_err(anyhow::Error::msg)?;
+    if config.transports.contains(&TransportKind::Rdma) {
+        match rdma_devices() {
+            Ok(devices) => tracing::info!(devices = devices.join(","), "rdma can be had"),
+            Err(error) => tracing::info!(%error, "no rank will have the transport rdma"),
+        }
+    }
     let registry = Registry::new();
     let metrics = Arc::new(TransferMetrics::new(&registry).context("registering metrics")?);
     let (attach_listener, _attach_path) = sockets::bind(&config.attach_socket)?;

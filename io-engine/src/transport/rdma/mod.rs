@@ -25,6 +25,7 @@ mod session;
 pub mod verbs;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::error::TransportError;
 use crate::session::Job;
@@ -36,6 +37,10 @@ pub(crate) use endpoint::Endpoint;
 pub use rail::RailReport;
 pub(crate) use rail::Rails;
 pub(crate) use session::{Session, SessionNames};
+
+/// Within this time a queue pair that is stuck is found and stopped, its work has come back or it is
+/// destroyed, and the peer has said that its end is, too.
+const ENDED_WITHIN: Duration = Duration::from_secs(2);
 
 /// A connection to an engine with an RDMA device.
 pub(crate) struct Rdma {
@@ -69,6 +74,10 @@ impl Transport for Rdma {
 
     fn notify(&self, number: u64, status: Arc<Status>) {
         self.session.notify(number, &status);
+    }
+
+    fn grace(&self) -> Duration {
+        ENDED_WITHIN
     }
 
     fn close(&self) {

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::rdma_options::RdmaOptions;
+use crate::rdma_options::{RdmaOptions, rdma_devices};
 use crate::region::Region;
 use crate::transport::rdma::endpoint::Endpoint;
 use crate::transport::rdma::notifications::Notifications;
 use crate::transport::rdma::poller::Poller;
 use crate::transport::rdma::verbs::{
     AsyncEvent, CompletionQueue, Depths, Device, GidEntry, LinkLayer, MemoryRegion, Mtu,
-    ProtectionDomain, QueuePair, best_gid, device_names, gid_table,
+    ProtectionDomain, QueuePair, best_gid, gid_table,
 };
 
 /// Messages that a peer may send before one is taken.
@@ -247,19 +247,16 @@ pub(crate) struct Rails {
 impl Rails {
     /// Opens the devices that the options choose.
     pub(crate) fn open(options: &RdmaOptions) -> Result<Self, TransportError> {
-        let present = device_names()?;
+        let present = rdma_devices()?;
         let used = options.devices.among(&present);
         let none =
             |what: String| TransportError::quiesced(TransportErrorKind::NoCommonTransport, what);
         if used.is_empty() {
-            return Err(none(match present.as_slice() {
-                [] => "this host has no rdma device".to_owned(),
-                _ => format!(
-                    "none of the rdma devices {} is in \"{}\"",
-                    present.join(", "),
-                    options.devices
-                ),
-            }));
+            return Err(none(format!(
+                "none of the rdma devices {} is in \"{}\"",
+                present.join(", "),
+                options.devices
+            )));
         }
         let mut rails = Vec::new();
         let mut refused = Vec::new();
