@@ -296,12 +296,38 @@ fn plain_rooms(body: &[u8]) -> Option<Vec<u64>> {
 
 fn plain_room(text: &[u8]) -> Option<u64> {
     let digits = trimmed(text);
-    let is_number = (1..=MAX_ROOM_DIGITS).contains(&digits.len())
-        && digits.iter().all(u8::is_ascii_digit)
-        && (digits[0] != b'0' || digits.len() == 1);
-    let value = |room: u64, digit: &u8| room * 10 + u64::from(digit - b'0');
-    let room = is_number.then(|| digits.iter().fold(0, value))?;
+    let is_plain =
+        (1..=MAX_ROOM_DIGITS).contains(&digits.len()) && (digits[0] != b'0' || digits.len() == 1);
+    if !is_plain {
+        return None;
+    }
+    // Real rooms have 18 or 19 digits, and each query has many.
+    let (eights, rest) = digits.as_chunks::<8>();
+    let mut room = 0;
+    for eight in eights {
+        room = room * 100_000_000 + eight_digits(*eight)?;
+    }
+    for digit in rest {
+        let value = digit.is_ascii_digit().then(|| digit - b'0')?;
+        room = room * 10 + u64::from(value);
+    }
     (room <= MAX_ROOM).then_some(room)
+}
+
+/// The number that eight decimal digits write: pairs, then fours, then all of them are joined.
+fn eight_digits(text: [u8; 8]) -> Option<u64> {
+    const HIGH: u64 = 0xf0f0_f0f0_f0f0_f0f0;
+    const ZEROS: u64 = 0x3030_3030_3030_3030;
+    let text = u64::from_le_bytes(text);
+    // Bytes from '0' to '?' have this high half, and of these only digits keep it with 6 added.
+    let above_nine = text.wrapping_add(0x0606_0606_0606_0606);
+    if text & HIGH != ZEROS || above_nine & HIGH != ZEROS {
+        return None;
+    }
+    let digits = text - ZEROS;
+    let pairs = (digits.wrapping_mul(10 << 8 | 1) >> 8) & 0x00ff_00ff_00ff_00ff;
+    let fours = (pairs.wrapping_mul(100 << 16 | 1) >> 16) & 0x0000_ffff_0000_ffff;
+    Some(fours.wrapping_mul(10_000 << 32 | 1) >> 32)
 }
 
 /// Without the spaces of JSON around it.
@@ -321,8 +347,7 @@ fn dp_ranks(asked: &[u64], ranks: &[Option<u32>]) -> Vec<u8> {
     let mut seen_opt = (!asked.is_sorted_by(|left, right| left < right))
         .then(HashSet::<u64, RandomState>::default);
     let mut body = Vec::with_capacity(asked.len() * ROOM_BYTES + 2);
-    let mut numbers = (itoa::Buffer::new(), itoa::Buffer::new());
-    body.push(b'{');
+    let mut number = itoa::Buffer::new();
     for (room, dp_rank_opt) in asked.iter().zip(ranks) {
         let Some(dp_rank) = *dp_rank_opt else {
             continue;
@@ -332,11 +357,17 @@ fn dp_ranks(asked: &[u64], ranks: &[Option<u32>]) -> Vec<u8> {
         {
             continue;
         }
-        body.extend_from_slice(if body.len() == 1 { b"\"" } else { b", \"" });
-        body.extend_from_slice(numbers.0.format(*room).as_bytes());
+        // Pieces of a known length cost no call to copy them.
+        body.extend_from_slice(b", \"");
+        body.extend_from_slice(number.format(*room).as_bytes());
         body.extend_from_slice(b"\": ");
-        body.extend_from_slice(numbers.1.format(dp_rank).as_bytes());
+        match u8::try_from(dp_rank) {
+            Ok(digit @ 0..=9) => body.push(b'0' + digit),
+            _ => body.extend_from_slice(number.format(dp_rank).as_bytes()),
+        }
     }
+    // The first entry needs no comma.
+    body.splice(..body.len().min(2), [b'{']);
     body.push(b'}');
     body
 }
@@ -386,6 +417,31 @@ mod tests {
     }
 
     #[test]
+    fn a_room_of_any_length_is_read_and_only_digits_are() {
+        let mut digits = String::new();
+        for at in 1..=MAX_ROOM_DIGITS {
+            digits.push(char::from(b'0' + (at % 10) as u8));
+            let value = digits.parse::<u64>().ok().filter(|room| *room <= MAX_ROOM);
+            assert_eq!(plain_room(digits.as_bytes()), value, "{digits}");
+            for place in 0..digits.len() {
+                for byte in 0..=u8::MAX {
+                    let mut other = digits.clone().into_bytes();
+                    other[place] = byte;
+                    let text = std::str::from_utf8(&other).ok();
+                    let text = text.map(|text| text.trim_matches([' ', '\t', '\n', '\r']));
+                    let plain = text.filter(|text| {
+                        text.bytes().all(|byte| byte.is_ascii_digit())
+                            && (*text == "0" || !text.starts_with('0'))
+                    });
+                    let value = plain.and_then(|text| text.parse::<u64>().ok());
+                    let value = value.filter(|room| *room <= MAX_ROOM);
+                    assert_eq!(plain_room(&other), value, "{other:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn a_room_that_is_asked_for_twice_is_told_once() {
         let told = |asked: &[u64], ranks: &[Option<u32>]| {
             String::from_utf8(dp_ranks(asked, ranks)).expect("text")
@@ -393,5 +449,14 @@ mod tests {
         let ranks = [Some(1), None, Some(1), Some(2)];
         assert_eq!(told(&[5, 6, 5, 4], &ranks), r#"{"5": 1, "4": 2}"#);
         assert_eq!(told(&[5, 6, 7, 8], &ranks), r#"{"5": 1, "7": 1, "8": 2}"#);
+        assert_eq!(
+            told(&[5, 6], &[None, Some(4_000_000_000)]),
+            r#"{"6": 4000000000}"#
+        );
+        assert_eq!(told(&[5, 6], &[Some(10), Some(9)]), r#"{"5": 10, "6": 9}"#);
+        assert_eq!(
+            (told(&[], &[]), told(&[5], &[None])),
+            ("{}".to_owned(), "{}".to_owned())
+        );
     }
 }
