@@ -16,6 +16,7 @@ const DEFAULT_NAMESPACE: &str = "default";
 /// What the line that says ready calls the admin port.
 const ADMIN_NAME: &str = "admin";
 const MAX_NAMESPACE_BYTES: usize = 128;
+const DEFAULT_STORE_LOG_BYTES: u64 = 64 << 20;
 const DEFAULT_DATA_DIR: &str = "ferry-bootstrap-data";
 /// SGLang's server forgets after 120 s, while requests wait up to 300 s.
 const DEFAULT_ROOM_SECONDS: u64 = 600;
@@ -143,6 +144,14 @@ pub struct Config {
     /// Where registrations are kept. In memory they are gone when the server ends: for tests.
     #[arg(long, value_enum, env = "FERRY_BOOTSTRAP_STORE", default_value_t = StoreKind::Sled)]
     pub store: StoreKind,
+    /// Bytes of changes in the store's log after which everything is written anew.
+    #[arg(
+        long,
+        value_name = "BYTES",
+        env = "FERRY_BOOTSTRAP_STORE_LOG_BYTES",
+        default_value_t = DEFAULT_STORE_LOG_BYTES
+    )]
+    pub store_log_bytes: u64,
     /// What to do at start when entries of the store that were acknowledged are lost.
     #[arg(
         long,

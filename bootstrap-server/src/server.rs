@@ -81,7 +81,7 @@ impl Server {
         let admin = bind(config.admin_listen)?;
         let store: Box<dyn Store> = match config.store {
             StoreKind::Memory => Box::new(MemoryStore),
-            StoreKind::Sled => Box::new(SledStore::open(&config.data_dir)?),
+            StoreKind::Sled => Box::new(SledStore::open(&config.data_dir, config.store_log_bytes)?),
         };
         let metrics = Metrics::new().map_err(|error| ServeError::Metrics(error.to_string()))?;
         let events = Arc::new(Events::new(metrics.events.clone()));

@@ -460,35 +460,6 @@ fn a_busy_port_and_a_locked_folder_end_the_process_with_their_names() {
 }
 
 #[test]
-fn a_value_of_an_unknown_version_is_refused_at_the_start() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let server = BootstrapServer::start(folder.path(), &[]);
-    put(&server, &route_body(1, 0, 41000, 64));
-    assert!(server.end_with("TERM").success());
-    // The first start made the first folder of values.
-    let database = sled::open(folder.path().join("store-1")).expect("the store opens");
-    let (key, value) = database
-        .iter()
-        .last()
-        .expect("a value")
-        .expect("it can be read");
-    let mut newer = value.to_vec();
-    // The version stands behind the number of the change.
-    newer[8] = 200;
-    database.insert(key, newer).expect("it can be written");
-    database.flush().expect("it is written");
-    drop(database);
-    let mut command = Command::new(program("bootstrap-server"));
-    BootstrapServer::command(&mut command, folder.path(), &[]);
-    let (ended, stderr) = run_to_end(&mut command);
-    assert!(!ended.success(), "{ended}");
-    assert!(
-        stderr.contains("version 200") && stderr.contains("knows version 1"),
-        "{stderr}"
-    );
-}
-
-#[test]
 fn term_and_int_end_it_cleanly() {
     for signal in ["TERM", "INT"] {
         let (server, _folder) = start(&[]);

@@ -75,7 +75,7 @@ fn register(address: SocketAddr, first: u64, is_killed: &AtomicBool) -> u64 {
     }
 }
 
-fn command(data: &Path) -> Command {
+fn command(data: &Path, has_small_log: bool) -> Command {
     let mut command = Command::new(program("bootstrap-server"));
     let listens: Vec<String> = ENGINES
         .iter()
@@ -85,6 +85,10 @@ fn command(data: &Path) -> Command {
     for listen in &listens {
         arguments.extend(["--listen", listen]);
     }
+    if has_small_log {
+        // Some dozens of registrations.
+        arguments.extend(["--store-log-bytes", "20000"]);
+    }
     BootstrapServer::command(&mut command, data, &arguments);
     // Its lines of each round are only in the way, unless it does not start.
     command.env("FERRY_LOG", "error");
@@ -93,7 +97,7 @@ fn command(data: &Path) -> Command {
 
 /// Kills a server at some moment of its start, while it writes everything anew.
 fn kill_while_it_starts(data: &Path, after: Duration) {
-    let mut child = command(data)
+    let mut child = command(data, true)
         .stdout(Stdio::null())
         .spawn()
         .expect("the program starts");
@@ -108,22 +112,24 @@ fn kills_while_ranks_register_lose_nothing() {
 }
 
 #[test]
-fn kills_while_it_starts_and_while_ranks_register_lose_nothing() {
+fn kills_while_it_writes_everything_anew_lose_nothing() {
     rounds(true);
 }
 
-fn rounds(also_while_it_starts: bool) {
+/// With `writes_anew` the server does so again and again beside the registrations, and is killed
+/// while it starts, too, when it does so always.
+fn rounds(writes_anew: bool) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut random = Random::new();
     // Steps that were acknowledged for each engine.
     let mut acknowledged = [0; ENGINES.len()];
     let begun = Instant::now();
     for round in 0..ROUNDS {
-        if also_while_it_starts {
+        if writes_anew {
             let after = Duration::from_millis(random.below(60) as u64);
             kill_while_it_starts(folder.path(), after);
         }
-        let server = BootstrapServer::spawn(&mut command(folder.path()));
+        let server = BootstrapServer::spawn(&mut command(folder.path(), writes_anew));
         for (steps, name) in acknowledged.iter_mut().zip(ENGINES) {
             let found = shown(&server, name);
             // The last one may have been durable when the kill took its answer.
@@ -163,7 +169,7 @@ fn rounds(also_while_it_starts: bool) {
         total > ROUNDS as u64,
         "{total} registrations are too few to tell"
     );
-    let server = BootstrapServer::spawn(&mut command(folder.path()));
+    let server = BootstrapServer::spawn(&mut command(folder.path(), writes_anew));
     wait_for("the last state", || {
         ENGINES
             .iter()

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bootstrap_server::registry::{Command as Change, Registration, State};
-use bootstrap_server::store::{SledStore, Store, entries_of};
+use bootstrap_server::store::{SledStore, Store};
 use tests::http::Request;
 use tests::process::{BootstrapServer, program};
 use tests::registrations::{route_body, route_path};
@@ -38,10 +39,9 @@ fn store(data: &Path, engines: usize) {
                 .expect("a first registration");
         }
     }
-    let entries = entries_of(&state).expect("they can be written");
-    let mut store = SledStore::open(data).expect("the folder is free");
+    let mut store = SledStore::open(data, u64::MAX).expect("the folder is free");
     store.load().expect("it is empty");
-    store.rewrite(&entries).expect("there is room");
+    store.rewrite(&Arc::new(state)).expect("there is room");
 }
 
 fn start(data: &Path, served: usize) -> BootstrapServer {

@@ -42,6 +42,32 @@ fn values(data: &Path) -> PathBuf {
     data.join(schema["folder"].as_str().expect("a name"))
 }
 
+/// A copy of a data folder that an earlier server wrote.
+fn golden(name: &str) -> tempfile::TempDir {
+    let golden = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/golden")).join(name);
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    copy(&golden, folder.path());
+    folder
+}
+
+/// Flips a bit in the last place where a file has some bytes.
+fn damage(file: &Path, needle: &[u8]) {
+    let mut bytes = std::fs::read(file).expect("the file");
+    let at = bytes
+        .windows(needle.len())
+        .rposition(|window| window == needle);
+    bytes[at.expect("the bytes are in the file")] ^= 0x40;
+    std::fs::write(file, bytes).expect("it can be written");
+}
+
+/// Cuts some bytes off a file.
+fn cut(file: &Path, bytes: u64) {
+    let file = std::fs::OpenOptions::new().write(true).open(file);
+    let file = file.expect("the file");
+    let length = file.metadata().expect("its size").len();
+    file.set_len(length - bytes).expect("it can be cut");
+}
+
 /// Why a server does not start.
 fn refused(data: &Path) -> String {
     let mut command = Command::new(program("bootstrap-server"));
@@ -53,12 +79,7 @@ fn refused(data: &Path) -> String {
 
 #[test]
 fn a_store_of_the_first_layout_is_taken_over() {
-    let golden = Path::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/golden/store-layout-1"
-    ));
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    copy(golden, folder.path());
+    let folder = golden("store-layout-1");
     for _ in 0..2 {
         let server = start(folder.path(), &[]);
         assert_eq!(server.json("/v1/engines/default")["generation"], 2);
@@ -72,40 +93,99 @@ fn a_store_of_the_first_layout_is_taken_over() {
     assert!(!folder.path().join("db").exists(), "the old files are gone");
 }
 
-/// sled takes what stands before a damaged byte for the whole; the server does not.
+/// One that has lost a rank, been given it again, and lost it again.
 #[test]
-fn a_flipped_byte_is_refused_by_name_or_served_read_only_or_accepted() {
+fn a_store_of_the_second_layout_is_taken_over() {
+    let folder = golden("store-layout-2");
+    for _ in 0..2 {
+        let server = start(folder.path(), &[]);
+        let known = server.json("/v1/engines/default");
+        assert_eq!(known["generation"], 2);
+        let present = &known["ranks_present"];
+        assert_eq!(present.as_array().map(Vec::len), Some(1), "{present}");
+        assert_eq!(present[0]["instance"], "127.0.0.1:41002");
+        let retired = put(&server, &route_body(1, 0, 41000, 32));
+        assert_eq!(retired.status, 409, "{}", retired.text());
+        server.kill();
+    }
+    let server = start(folder.path(), &[]);
+    assert_eq!(put(&server, &route_body(2, 0, 41005, 64)).status, 200);
+    assert_eq!(server.json(&topology_path())["page_size"], 64);
+    assert!(values(folder.path()).join("log").is_file());
+    assert!(
+        !folder.path().join("store-1").exists(),
+        "the old files are gone"
+    );
+}
+
+#[test]
+fn a_loss_in_a_store_of_the_second_layout_is_named() {
+    let folder = golden("store-layout-2");
+    damage(&values(folder.path()).join("db"), b"\"port\":41002");
+    let text = refused(folder.path());
+    assert!(
+        text.contains("\"tp\":0") && text.contains("it was deleted and is back"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_value_of_an_unknown_version_is_refused_at_the_start() {
+    // Layout 2 has no sums of values, so that one can be changed.
+    let folder = golden("store-layout-2");
+    let database = sled::open(values(folder.path())).expect("the store opens");
+    let (key, value) = database
+        .iter()
+        .last()
+        .expect("a value")
+        .expect("it can be read");
+    let mut newer = value.to_vec();
+    // The version stands behind the number of the change.
+    newer[8] = 200;
+    database.insert(key, newer).expect("it can be written");
+    database.flush().expect("it is written");
+    drop(database);
+    let text = refused(folder.path());
+    assert!(
+        text.contains("version 200") && text.contains("knows version 1"),
+        "{text}"
+    );
+}
+
+/// A folder whose checkpoint has ranks 0, 1 and 2, and whose log has rank 0 with another address,
+/// rank 3 and rank 1 with another address.
+fn ranks_in_both() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let server = start(folder.path(), &[]);
     for rank in 0..3 {
-        put(&server, &route_body(4, rank, 41000 + rank as u16, 64));
+        put(&server, &route_body(5, rank, 41000 + rank as u16, 64));
     }
-    put(&server, &route_body(4, 0, 41010, 64));
     server.kill();
-    let file = values(folder.path()).join("db");
-    let mut bytes = std::fs::read(&file).expect("the file");
-    let needle = b"\"port\":41002";
-    let at = bytes
-        .windows(needle.len())
-        .rposition(|window| window == needle);
-    bytes[at.expect("the rank is in the file")] ^= 0x40;
-    std::fs::write(&file, bytes).expect("it can be written");
+    // It writes a checkpoint at its start.
+    let server = start(folder.path(), &[]);
+    for (rank, port) in [(0, 41010), (3, 41003), (1, 41011)] {
+        put(&server, &route_body(5, rank, port, 64));
+    }
+    server.kill();
+    folder
+}
+
+/// A start is refused by the names of what is lost, or the rest is served read-only, or the loss
+/// is accepted and over.
+fn lost_is_named(folder: &Path, names: &[&str], present: usize) {
     for _ in 0..2 {
-        let text = refused(folder.path());
-        for part in [
-            "\"tp\":2",
-            "it is gone",
-            "\"tp\":0",
-            "its last change is gone",
-            "accept-loss",
-        ] {
+        let text = refused(folder);
+        for part in names.iter().chain(&["accept-loss"]) {
             assert!(text.contains(part), "{part:?} in {text}");
         }
     }
-    let server = start(folder.path(), &["--damaged-store", "read-only"]);
-    let known = server.json("/v1/engines/default");
-    assert_eq!(known["ranks_present"].as_array().map(Vec::len), Some(2));
-    let reply = put(&server, &route_body(4, 3, 41003, 64));
+    let ranks = |server: &BootstrapServer| {
+        let known = server.json("/v1/engines/default");
+        known["ranks_present"].as_array().map(Vec::len)
+    };
+    let server = start(folder, &["--damaged-store", "read-only"]);
+    assert_eq!(ranks(&server), Some(present));
+    let reply = put(&server, &route_body(5, 4, 41004, 64));
     assert_eq!(reply.status, 503);
     assert!(
         reply.text().starts_with("store_read_only: "),
@@ -117,28 +197,67 @@ fn a_flipped_byte_is_refused_by_name_or_served_read_only_or_accepted() {
     assert!(ready.text().contains("store_read_only"), "{}", ready.text());
     assert_eq!(server.metric(READ_ONLY), Some(1.0));
     server.kill();
-    let server = start(folder.path(), &["--damaged-store", "accept-loss"]);
-    assert_eq!(put(&server, &route_body(4, 2, 41002, 64)).status, 200);
+    let server = start(folder, &["--damaged-store", "accept-loss"]);
+    assert_eq!(put(&server, &route_body(5, 4, 41004, 64)).status, 200);
     server.kill();
-    let server = start(folder.path(), &[]);
-    let known = server.json("/v1/engines/default");
-    assert_eq!(known["ranks_present"].as_array().map(Vec::len), Some(3));
+    let server = start(folder, &[]);
+    assert_eq!(ranks(&server), Some(present + 1));
+}
+
+/// sled takes what stands before a damaged byte for the whole; the server does not.
+#[test]
+fn a_flipped_byte_of_the_checkpoint_is_a_loss_of_what_did_not_change_since() {
+    let folder = ranks_in_both();
+    damage(&values(folder.path()).join("db"), b"\"port\":41001");
+    lost_is_named(folder.path(), &["\"tp\":2", "it is gone"], 3);
 }
 
 #[test]
-fn a_torn_file_is_noticed() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+fn a_flipped_byte_of_the_log_is_a_loss_of_its_commit() {
+    let folder = ranks_in_both();
+    let log = values(folder.path()).join("log");
+    damage(&log, b"\"port\":41010");
+    damage(&log, b"\"port\":41003");
+    let names = [
+        "\"tp\":0",
+        "its last change is gone",
+        "\"tp\":3",
+        "it is gone",
+    ];
+    lost_is_named(folder.path(), &names, 3);
+}
+
+#[test]
+fn a_commit_whose_names_are_damaged_is_a_loss_by_its_number() {
+    let folder = ranks_in_both();
+    damage(&values(folder.path()).join("log"), b"\\\"tp\\\":3");
+    lost_is_named(folder.path(), &["commit 2", "cannot be read"], 3);
+}
+
+#[test]
+fn a_torn_checkpoint_is_noticed() {
+    let folder = ranks_in_both();
+    let values = values(folder.path());
+    cut(&values.join("db"), 20);
+    assert!(refused(folder.path()).contains("\"tp\":2"));
+    std::fs::write(values.join("db"), b"").expect("it can be written");
+    assert!(refused(folder.path()).contains("generation"));
+}
+
+/// An append that a kill or a power cut tore was never answered.
+#[test]
+fn a_torn_end_of_the_log_is_no_loss() {
+    let folder = ranks_in_both();
+    cut(&values(folder.path()).join("log"), 20);
     let server = start(folder.path(), &[]);
-    put(&server, &route_body(2, 0, 41000, 64));
-    put(&server, &route_body(2, 1, 41001, 64));
-    server.kill();
-    let file = std::fs::OpenOptions::new()
-        .write(true)
-        .open(values(folder.path()).join("db"))
-        .expect("the file");
-    let length = file.metadata().expect("its size").len();
-    file.set_len(length - 20).expect("it can be cut");
-    assert!(refused(folder.path()).contains("\"tp\":1"));
+    assert_eq!(
+        server.json("/v1/engines/default")["ranks_present"]
+            .as_array()
+            .map(Vec::len),
+        Some(4)
+    );
+    let ranks = server.json("/v1/engines/default/ranks");
+    assert!(ranks.to_string().contains("127.0.0.1:41001"), "{ranks}");
 }
 
 #[test]
@@ -163,11 +282,10 @@ fn a_failing_fdatasync_is_never_a_200_and_new_files_follow() {
     }
     let data = folder.path().join("data");
     let mut command = Command::new("strace");
-    // strace counts for each thread. The first call of the store's is that of the start, so this
-    // is the second change.
+    // strace counts for each thread, and each log has one: this is the second change.
     command
         .args(["-f", "-y", "-e", "trace=fdatasync", "-e"])
-        .arg("inject=fdatasync:error=EIO:when=3")
+        .arg("inject=fdatasync:error=EIO:when=2")
         .arg("-o")
         .arg(&trace)
         .arg(program("bootstrap-server"));
@@ -379,7 +497,7 @@ fn a_full_disk_loses_nothing_and_writing_begins_again_by_itself() {
         server.kill();
     }
     let server = start();
-    disk.grow(24);
+    disk.grow(32);
     wait_for("the store works again", || {
         (server.metric(READ_ONLY) == Some(0.0)).then_some(())
     });

@@ -29,7 +29,7 @@ impl From<&Namespace> for ExportedEngine {
             ranks: space
                 .ranks
                 .iter()
-                .map(|(id, rank)| (*id, rank.clone()))
+                .map(|(id, rank)| (*id, Rank::clone(rank)))
                 .collect(),
             registrations: registrations
                 .map(|(key, known)| (key.clone(), EngineRegistration::clone(known)))
@@ -43,8 +43,11 @@ impl TryFrom<ExportedEngine> for Namespace {
     type Error = String;
 
     fn try_from(engine: ExportedEngine) -> Result<Self, String> {
-        let ranks: BTreeMap<RankId, Rank> = engine.ranks.iter().cloned().collect();
-        if ranks.len() != engine.ranks.len() {
+        let number = engine.ranks.len();
+        let ranks = engine.ranks.into_iter();
+        let ranks: BTreeMap<RankId, Arc<Rank>> =
+            ranks.map(|(id, rank)| (id, Arc::new(rank))).collect();
+        if ranks.len() != number {
             return Err("a rank is there twice".to_owned());
         }
         if engine.registrations.len() > MAX_REGISTRATIONS {

@@ -77,7 +77,7 @@ pub struct Namespace {
     /// The engine's generation, once a rank has registered.
     pub generation_opt: Option<Generation>,
     /// Its ranks.
-    pub ranks: BTreeMap<RankId, Rank>,
+    pub ranks: BTreeMap<RankId, Arc<Rank>>,
     /// Registered io engines, by key.
     pub registrations: BTreeMap<String, Arc<EngineRegistration>>,
     /// Since when no new rooms are taken, in seconds since 1970.
@@ -487,7 +487,7 @@ impl Namespace {
             generation.http_port = rank.http_port;
             changed.push(Key::Generation);
         }
-        self.ranks.insert(id, rank.clone());
+        self.ranks.insert(id, Arc::new(rank.clone()));
         changed.push(Key::Rank(id));
         Applied::change(changed, what)
     }

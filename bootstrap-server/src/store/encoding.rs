@@ -22,7 +22,7 @@ pub fn changes_of(state: &State, namespace: &str, keys: &[Key]) -> Result<Vec<Ch
         let value_opt = match key {
             Key::Generation => space.generation_opt.as_ref().map(to_bytes),
             Key::Draining => space.draining_since_opt.as_ref().map(to_bytes),
-            Key::Rank(id) => space.ranks.get(id).map(to_bytes),
+            Key::Rank(id) => space.ranks.get(id).map(|rank| to_bytes(rank.as_ref())),
             Key::Registration(name) => space
                 .registrations
                 .get(name)
@@ -82,7 +82,7 @@ fn read_into(state: &mut State, key: &[u8], value: &[u8]) -> Result<(), String> 
         }
         [namespace, "rank", id] => {
             let id: RankId = serde_json::from_str(id).map_err(|error| error.to_string())?;
-            let rank = from_bytes(value)?;
+            let rank = Arc::new(from_bytes(value)?);
             space_of(state, namespace).ranks.insert(id, rank);
         }
         [namespace, "registration", name] => {

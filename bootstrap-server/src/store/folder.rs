@@ -5,9 +5,10 @@
 //! | `lock` | locked by the server that uses the folder |
 //! | `schema` | JSON: the layout's version, and the name of the folder of values; replaced by a rename |
 //! | `reserve` | room that a start on a full disk needs: sled writes a little to open its files |
-//! | `store-N/` | values in sled, and `acknowledged`, the journal of their keys |
+//! | `store-N/` | a checkpoint of all values in sled, and `log`: every commit since |
 //!
-//! Version 1, before there was a `schema`, had sled's files in the data folder itself.
+//! Version 1, before there was a `schema`, had sled's files in the data folder itself. Version 2 had
+//! all values in sled, and `acknowledged`, a journal of their keys.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
@@ -18,7 +19,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::StoreError;
 
 /// The layout that this server writes.
-const SCHEMA: u32 = 2;
+const SCHEMA: u32 = 3;
+/// The layout without a log.
+const SECOND: u32 = 2;
 const SCHEMA_FILE: &str = "schema";
 const LOCK_FILE: &str = "lock";
 const RESERVE_FILE: &str = "reserve";
@@ -40,6 +43,8 @@ pub enum Current {
     Nothing,
     /// In the data folder itself.
     FirstLayout(PathBuf),
+    /// In a folder of their own, of layout 2.
+    SecondLayout(PathBuf),
     /// In a folder of their own.
     Folder(PathBuf),
 }
@@ -127,7 +132,10 @@ impl DataFolder {
                 folder.display()
             )));
         }
-        Ok(Current::Folder(folder))
+        match schema.schema {
+            SECOND => Ok(Current::SecondLayout(folder)),
+            _ => Ok(Current::Folder(folder)),
+        }
     }
 
     /// Gives the reserve up; it is there again after [`reserve`](Self::reserve).
@@ -274,9 +282,9 @@ mod tests {
             fs::write(home.path().join(SCHEMA_FILE), text).unwrap();
             data.current().unwrap_err().to_string()
         };
-        assert!(refused("{\"schema\": 3}").contains("newer server"));
+        assert!(refused("{\"schema\": 4}").contains("newer server"));
         assert!(refused("{\"sch").contains("cannot be read"));
-        let missing = refused("{\"schema\": 2, \"folder\": \"store-9\"}");
+        let missing = refused("{\"schema\": 3, \"folder\": \"store-9\"}");
         assert!(missing.contains("store-9 is missing"));
     }
 }

@@ -2,20 +2,25 @@
 //!
 //! A store is read once, at start; from then on the registry is served from memory and the store
 //! is only written to. Before the first change everything is written anew ([`Store::rewrite`]),
-//! which is also how a store of an older layout is migrated, how space is given back, and how
-//! writing begins again after the disk failed.
+//! which is also how a store of an older layout is migrated, and how writing begins again after
+//! the disk failed.
 
+mod appender;
+mod checkpoint;
 mod encoding;
 mod folder;
-mod journal;
+mod layout_2;
+mod log;
 mod memory;
 mod sled;
-mod values;
+
+use std::sync::Arc;
 
 use crate::error::StoreError;
+use crate::registry::State;
 
-pub use self::encoding::{changes_of, entries_of, shown_key, state_of};
-pub use self::journal::named;
+use self::encoding::entries_of;
+pub use self::encoding::{changes_of, shown_key, state_of};
 pub use self::memory::MemoryStore;
 pub use self::sled::SledStore;
 
@@ -43,6 +48,12 @@ pub struct Lost {
     pub what: String,
 }
 
+/// Called when a commit is durable, or has failed.
+pub type Done = Box<dyn FnOnce(Result<(), StoreError>) + Send>;
+
+/// Called when [`Store::tend`] has more to do.
+pub type Wake = Box<dyn FnOnce() + Send>;
+
 /// A place for values.
 pub trait Store: Send {
     /// Everything, at start.
@@ -51,17 +62,31 @@ pub trait Store: Send {
     /// When nothing can be said about what it holds.
     fn load(&mut self) -> Result<Loaded, StoreError>;
 
-    /// Replaces everything, all or nothing, on files that no failed write has touched. Only then
-    /// can changes be made.
+    /// Replaces everything by what a state has, all or nothing, on files that no failed write has
+    /// touched. Only then can changes be made. Nothing may be under way.
     ///
     /// # Errors
     /// [`StoreError::Commit`]; what was there before is untouched.
-    fn rewrite(&mut self, entries: &[Entry]) -> Result<(), StoreError>;
+    fn rewrite(&mut self, state: &Arc<State>) -> Result<(), StoreError>;
 
-    /// Makes changes, all or none, and returns when they are durable.
-    ///
-    /// # Errors
-    /// [`StoreError::Commit`]; nothing may be acknowledged then, and no further change is made
-    /// before a [`rewrite`](Self::rewrite).
-    fn commit(&mut self, changes: &[Change]) -> Result<(), StoreError>;
+    /// Begins to make changes, all or none, and calls `done` when they are durable, or with
+    /// [`StoreError::Commit`]: nothing may be acknowledged then, and no further change is made
+    /// before a [`rewrite`](Self::rewrite). One commit is under way at a time. `done` may be called
+    /// on any thread, also before this returns; a disk that hangs never calls it.
+    fn commit(&mut self, changes: &[Change], done: Done);
+
+    /// Does what is due beside commits, such as giving space back. `state` is what all commits
+    /// made; none may be under way. `wake` may be called when there is more to do.
+    fn tend(&mut self, state: &Arc<State>, wake: Wake);
+}
+
+/// Names what is lost, at most so many of them.
+pub fn named(lost: &[Lost], limit: usize) -> String {
+    let names = lost.iter().take(limit);
+    let names = names.map(|lost| format!("{} ({})", shown_key(&lost.key), lost.what));
+    let names = names.collect::<Vec<_>>().join(", ");
+    match lost.len().saturating_sub(limit) {
+        0 => names,
+        more => format!("{names} and {more} more"),
+    }
 }

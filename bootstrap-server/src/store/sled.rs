@@ -1,4 +1,4 @@
-//! The store on the disk: folders of values in sled ([`values`](super::values)), one after another.
+//! The store on the disk: a checkpoint of everything in sled, and a log of every commit since.
 //!
 //! **After a failed write or synchronisation the files are given up.** The kernel reports a failed
 //! write-back once and marks its pages clean, so that a second `fdatasync` says yes although the
@@ -6,65 +6,107 @@
 //! is to write everything from memory into files of a new folder. For the same reason a start
 //! never adds to the files of an earlier process.
 //!
-//! **Space.** sled uses the segments of its file again: a million changes of 600 values keep it
-//! below 3 MiB. The journal grows with each change. When file and journal have grown to
-//! [`GROWTH`] times what they began with, and to [`GROWTH_BYTES`], everything is written into a new
-//! folder, and so it is at each start.
+//! **Why a log.** A commit costs one append and one `fdatasync`. A transaction of sled costs
+//! several times the processor time, a flush of its own files, and then the `fdatasync` all the
+//! same, because sled does not synchronise.
+//!
+//! **Space.** When the commits of a log take so many bytes, everything is written into a new
+//! folder, while changes go on: what was committed meanwhile is copied from the one log to the
+//! other before the new folder counts. The same happens at each start.
 
+use std::fs::File;
+use std::io;
 use std::panic::catch_unwind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use super::appender::Appender;
+use super::checkpoint::{Checkpoint, LOG_NAME, open_sled};
 use super::folder::{Current, DataFolder, remove_folder};
-use super::journal::{self, Found, Journal};
-use super::values::{JOURNAL_NAME, LAST_KEY, NUMBER_BYTES, ValuesThread, open_sled};
-use super::{Change, Entry, Loaded, Lost, Store};
+use super::{Change, Done, Entry, Loaded, Store, Wake, layout_2, log};
 use crate::error::StoreError;
-
-/// Everything is written anew when it has grown so many times ...
-const GROWTH: u64 = 4;
-/// ... and to so many bytes.
-const GROWTH_BYTES: u64 = 32 << 20;
+use crate::registry::State;
 
 /// A store in a folder of its own. One process a folder.
 #[derive(Debug)]
 pub struct SledStore {
     folder: DataFolder,
-    /// The folder of values that changes go to. Nothing in it has failed yet.
-    values_opt: Option<ValuesThread>,
-    /// The size at which everything is written anew.
-    rewrite_at: u64,
+    /// The commits of a log take so many bytes at most, and those that come while everything is
+    /// written into a new folder.
+    log_bytes: u64,
+    /// The log that changes go to. Nothing in it has failed yet.
+    log_opt: Option<Appender>,
+    /// The number of the last commit.
+    number: u64,
+    /// What is being written while changes go on, and the log's length when it began.
+    checkpoint_opt: Option<(Checkpoint, u64)>,
+    /// The log's length at which the next checkpoint begins.
+    checkpoint_at: u64,
 }
 
 impl SledStore {
-    /// Makes the folder if it is not there, and takes it.
+    /// Makes the folder if it is not there, and takes it. Everything is written anew when a log
+    /// has `log_bytes` of commits.
     ///
     /// # Errors
     /// [`StoreError::Open`] that names it, also when another process holds it.
-    pub fn open(folder: &Path) -> Result<Self, StoreError> {
+    pub fn open(folder: &Path, log_bytes: u64) -> Result<Self, StoreError> {
         Ok(Self {
             folder: DataFolder::open(folder)?,
-            values_opt: None,
-            rewrite_at: u64::MAX,
+            log_bytes,
+            log_opt: None,
+            number: 0,
+            checkpoint_opt: None,
+            checkpoint_at: u64::MAX,
         })
     }
 
-    fn failed(&self, error: &dyn std::fmt::Display) -> StoreError {
-        StoreError::Commit(format!("{error} (in {})", self.folder.path().display()))
+    fn begin(&mut self, state: &Arc<State>, wake: Wake) -> io::Result<Checkpoint> {
+        let next = self.folder.next()?;
+        Checkpoint::begin(&next, self.number, Arc::clone(state), wake)
     }
 
-    /// Writes everything anew when that gives much space back. What is there still counts if that
-    /// fails, so it is no error.
-    fn give_space_back(&mut self, size: u64) {
-        let Some(values) = self.values_opt.as_ref().filter(|_| size >= self.rewrite_at) else {
-            return;
-        };
-        self.rewrite_at = size.saturating_mul(2);
-        let entries = values.entries().map_err(|error| self.failed(&error));
-        match entries.and_then(|entries| self.rewrite(&entries)) {
-            Ok(()) => tracing::info!(bytes = size, "the store was written anew to save space"),
-            Err(error) => tracing::warn!(%error, "the store has grown and cannot be written anew"),
+    /// Lets a folder count whose log is complete.
+    fn switch(&mut self, folder: &Path, log: File) -> io::Result<()> {
+        let length = log.metadata()?.len();
+        let switched = self.folder.switch(folder);
+        if let Err(error) = switched.and_then(|()| {
+            self.log_opt = Some(Appender::start(log)?);
+            Ok(())
+        }) {
+            // A switch that failed behind its rename may count at the next start. What is there
+            // is complete, but nothing may be added to the folder before it any more.
+            if self.folder.current().ok() == Some(Current::Folder(folder.to_owned())) {
+                self.log_opt = None;
+            }
+            return Err(error);
+        }
+        self.checkpoint_at = length.saturating_add(self.log_bytes);
+        let tidied = self.folder.remove_others(folder);
+        if let Err(error) = tidied.and_then(|()| self.folder.reserve()) {
+            tracing::warn!(%error, "the store's folder cannot be tidied");
+        }
+        Ok(())
+    }
+
+    /// Goes on in the folder of a checkpoint, with the commits since it began.
+    fn go_on_in(&mut self, folder: &Path, log: File, from: u64) -> io::Result<()> {
+        if let Some(before) = &self.log_opt {
+            before.copy(from, log.try_clone()?)?;
+        }
+        self.switch(folder, log)
+    }
+
+    fn remove_unless_current(&self, folder: &Path) {
+        if self.folder.current().ok() != Some(Current::Folder(folder.to_owned())) {
+            // It takes room and nothing else; the next start removes it.
+            let _ = remove_folder(folder);
         }
     }
+}
+
+fn failed(folder: &Path, error: &dyn std::fmt::Display) -> StoreError {
+    StoreError::Commit(format!("{error} (in {})", folder.display()))
 }
 
 impl Store for SledStore {
@@ -74,65 +116,97 @@ impl Store for SledStore {
             Current::Nothing => Ok(Loaded::default()),
             Current::FirstLayout(path) => {
                 tracing::info!(folder = %path.display(), "the store has layout 1 and is migrated");
-                let entries = read(&path)?.ok_or_else(|| unreadable(&path))?;
+                let entries = read_sled(&path)?.ok_or_else(|| {
+                    let reason = "its files are damaged";
+                    cannot_open(&path, &reason)
+                })?;
                 Ok(Loaded {
                     entries,
                     lost: Vec::new(),
                 })
             }
+            Current::SecondLayout(path) => {
+                tracing::info!(folder = %path.display(), "the store has layout 2 and is migrated");
+                let stored = read_sled(&path)?.unwrap_or_default();
+                layout_2::load(&path, stored).map_err(|error| cannot_open(&path, &error))
+            }
             Current::Folder(path) => load_folder(&path),
         }
     }
 
-    fn rewrite(&mut self, entries: &[Entry]) -> Result<(), StoreError> {
-        let next = self.folder.next().map_err(|error| self.failed(&error))?;
-        let written = ValuesThread::write(&next, entries.to_vec());
-        let switched = written.and_then(|(values, size)| {
-            self.folder.switch(&next)?;
-            Ok((values, size))
-        });
-        match switched {
-            Ok((values, size)) => {
-                self.values_opt = Some(values);
-                self.rewrite_at = size.saturating_mul(GROWTH).max(GROWTH_BYTES);
-                let tidied = self.folder.remove_others(&next);
-                if let Err(error) = tidied.and_then(|()| self.folder.reserve()) {
-                    tracing::warn!(%error, "the store's folder cannot be tidied");
-                }
-                Ok(())
+    fn rewrite(&mut self, state: &Arc<State>) -> Result<(), StoreError> {
+        self.checkpoint_opt = None;
+        self.log_opt = None;
+        let rewritten = self.begin(state, Box::new(|| {})).and_then(|checkpoint| {
+            let written = checkpoint.wait();
+            let switched = written.and_then(|log| self.switch(&checkpoint.folder, log));
+            if switched.is_err() {
+                self.remove_unless_current(&checkpoint.folder);
             }
-            Err(error) => {
-                // A switch that failed behind its rename may count at the next start. What is there
-                // is complete, but nothing may be added to the folder before it any more.
-                if self.folder.current().ok() == Some(Current::Folder(next.clone())) {
-                    self.values_opt = None;
-                } else {
-                    let _ = remove_folder(&next);
-                }
-                Err(self.failed(&error))
+            switched
+        });
+        rewritten.map_err(|error| failed(self.folder.path(), &error))
+    }
+
+    fn commit(&mut self, changes: &[Change], done: Done) {
+        let folder: PathBuf = self.folder.path().to_owned();
+        let Some(log) = &mut self.log_opt else {
+            let reason = "it was not written anew since a write failed";
+            return done(Err(failed(&folder, &reason)));
+        };
+        match log::commit(self.number + 1, changes) {
+            Err(error) => done(Err(failed(&folder, &error))),
+            Ok(line) => {
+                self.number += 1;
+                let appended = move |result: io::Result<()>| {
+                    done(result.map_err(|error| failed(&folder, &error)))
+                };
+                log.append(line, Box::new(appended));
             }
         }
     }
 
-    fn commit(&mut self, changes: &[Change]) -> Result<(), StoreError> {
-        let Some(values) = &self.values_opt else {
-            return Err(self.failed(&"it was not written anew since a write failed"));
+    fn tend(&mut self, state: &Arc<State>, wake: Wake) {
+        let Some(length) = self.log_opt.as_ref().map(|log| log.bytes) else {
+            return;
         };
-        match values.commit(changes.to_vec()) {
-            Ok(size) => {
-                self.give_space_back(size);
-                Ok(())
-            }
+        let ended = match self.checkpoint_opt.take() {
+            None if length < self.checkpoint_at => return,
+            None => match self.begin(state, wake) {
+                Ok(checkpoint) => {
+                    self.checkpoint_opt = Some((checkpoint, length));
+                    return;
+                }
+                Err(error) => Err(error),
+            },
+            Some((checkpoint, from)) => match checkpoint.poll() {
+                None => {
+                    self.checkpoint_opt = Some((checkpoint, from));
+                    return;
+                }
+                Some(written) => {
+                    let moved =
+                        written.and_then(|log| self.go_on_in(&checkpoint.folder, log, from));
+                    if moved.is_err() {
+                        self.remove_unless_current(&checkpoint.folder);
+                    }
+                    moved
+                }
+            },
+        };
+        match ended {
+            Ok(()) => tracing::info!(bytes = length, "the store was written anew to save space"),
             Err(error) => {
-                self.values_opt = None;
-                Err(self.failed(&error))
+                // What is there still counts.
+                self.checkpoint_at = length.saturating_add(self.log_bytes);
+                tracing::warn!(%error, "the store has grown and cannot be written anew");
             }
         }
     }
 }
 
 /// What sled has in a folder, or nothing when its files are too damaged to be opened.
-fn read(path: &Path) -> Result<Option<Vec<Entry>>, StoreError> {
+fn read_sled(path: &Path) -> Result<Option<Vec<Entry>>, StoreError> {
     // sled panics on some damage.
     let opened = catch_unwind(|| {
         let database = open_sled(path)?;
@@ -144,10 +218,7 @@ fn read(path: &Path) -> Result<Option<Vec<Entry>>, StoreError> {
     });
     match opened {
         Ok(Ok(entries)) => Ok(Some(entries)),
-        Ok(Err(sled::Error::Io(error))) => Err(StoreError::Open {
-            folder: path.display().to_string(),
-            reason: error.to_string(),
-        }),
+        Ok(Err(sled::Error::Io(error))) => Err(cannot_open(path, &error)),
         Ok(Err(error)) => {
             tracing::error!(folder = %path.display(), %error, "the store is damaged");
             Ok(None)
@@ -156,51 +227,143 @@ fn read(path: &Path) -> Result<Option<Vec<Entry>>, StoreError> {
     }
 }
 
-fn unreadable(path: &Path) -> StoreError {
+fn cannot_open(path: &Path, error: &dyn std::fmt::Display) -> StoreError {
     StoreError::Open {
         folder: path.display().to_string(),
-        reason: "its files are damaged".to_owned(),
+        reason: error.to_string(),
     }
 }
 
 fn load_folder(path: &Path) -> Result<Loaded, StoreError> {
-    let (acknowledged, damaged) =
-        Journal::read(&path.join(JOURNAL_NAME)).map_err(|error| StoreError::Open {
-            folder: path.display().to_string(),
-            reason: format!("{JOURNAL_NAME}: {error}"),
-        })?;
-    if damaged > 0 {
+    let bytes = std::fs::read(path.join(LOG_NAME))
+        .map_err(|error| cannot_open(path, &format!("{LOG_NAME}: {error}")))?;
+    let log = log::read(&bytes);
+    if log.damaged_base > 0 {
         tracing::warn!(
-            lines = damaged,
-            "the journal of acknowledged changes is damaged; losses may go unnoticed"
+            lines = log.damaged_base,
+            "the list of the checkpoint's values is damaged; losses there may go unnoticed"
         );
     }
-    let stored = read(path)?.unwrap_or_default();
-    let mut found = Found::default();
-    let mut last = 0;
-    let mut lost = Vec::new();
-    for (key, numbered) in &stored {
-        match numbered.first_chunk::<NUMBER_BYTES>() {
-            Some(number) if key == LAST_KEY => last = u64::from_be_bytes(*number),
-            Some(number) => {
-                found.insert(key, u64::from_be_bytes(*number));
-            }
-            None => lost.push(Lost {
-                key: key.clone(),
-                what: "it has no number".to_owned(),
-            }),
-        }
+    let stored = read_sled(path)?.unwrap_or_default();
+    Ok(log::overlay(stored, log))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use serde_json::json;
+
+    use super::super::{changes_of, state_of};
+    use super::*;
+    use crate::registry::{Command, Registration};
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    fn register(state: &mut State, rank: u64, port: u64) -> Vec<Change> {
+        let body = json!({
+            "attn_tp_size": 9, "attn_tp_rank": rank, "attn_cp_size": 1, "attn_cp_rank": 0,
+            "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1,
+            "system_dp_rank": 0, "rank_ip": "10.0.0.1", "rank_port": port, "page_size": 64,
+            "kv_cache_dtype": "auto",
+        });
+        let registration = Registration::parse(body.as_object().unwrap(), true, 7).unwrap();
+        let command = Command::PutRank(Box::new(registration));
+        let applied = state.apply("e", &command, 7).unwrap();
+        changes_of(state, "e", &applied.changed).unwrap()
     }
-    lost.extend(journal::lost(&acknowledged, &found, last));
-    let numbered = stored
-        .into_iter()
-        .filter(|(key, numbered)| key != LAST_KEY && numbered.len() >= NUMBER_BYTES);
-    let entries = numbered.map(|(key, mut value)| {
-        value.drain(..NUMBER_BYTES);
-        (key, value)
-    });
-    Ok(Loaded {
-        entries: entries.collect(),
-        lost,
-    })
+
+    fn commit(store: &mut SledStore, changes: &[Change]) -> Result<(), StoreError> {
+        let (answer, done) = mpsc::channel();
+        store.commit(
+            changes,
+            Box::new(move |result| answer.send(result).unwrap()),
+        );
+        done.recv_timeout(PATIENCE).unwrap()
+    }
+
+    fn loaded(folder: &Path) -> State {
+        let mut store = SledStore::open(folder, u64::MAX).unwrap();
+        let loaded = store.load().unwrap();
+        assert_eq!(loaded.lost, []);
+        state_of(&loaded.entries).unwrap().0
+    }
+
+    #[test]
+    fn everything_is_written_anew_while_changes_go_on() {
+        const LOG_BYTES: u64 = 2000;
+        let home = tempfile::tempdir().unwrap();
+        let mut store = SledStore::open(home.path(), LOG_BYTES).unwrap();
+        let mut state = State::default();
+        store.load().unwrap();
+        store.rewrite(&Arc::new(state.clone())).unwrap();
+        let mut folders = 0;
+        let mut port = 1024;
+        while folders < 6 {
+            let (waking, woken) = mpsc::channel();
+            let changes = register(&mut state, port % 8, port);
+            commit(&mut store, &changes).unwrap();
+            port += 1;
+            let tend = |store: &mut SledStore, state: &State| {
+                let waking = waking.clone();
+                let wake = move || waking.send(()).unwrap();
+                store.tend(&Arc::new(state.clone()), Box::new(wake));
+            };
+            tend(&mut store, &state);
+            if store.checkpoint_opt.is_none() {
+                continue;
+            }
+            // Half of the checkpoints see no change, half of them several.
+            let before = store.folder.current().unwrap();
+            let copied = if folders % 2 == 0 { 0 } else { 3 };
+            for _ in 0..copied {
+                let changes = register(&mut state, port % 8, port);
+                commit(&mut store, &changes).unwrap();
+                port += 1;
+            }
+            woken.recv_timeout(PATIENCE).unwrap();
+            assert_eq!(store.folder.current().unwrap(), before);
+            tend(&mut store, &state);
+            assert_ne!(store.folder.current().unwrap(), before);
+            folders += 1;
+            if folders == 3 {
+                drop(store);
+                assert_eq!(loaded(home.path()), state, "half of the way");
+                store = SledStore::open(home.path(), LOG_BYTES).unwrap();
+                store.load().unwrap();
+                store.rewrite(&Arc::new(state.clone())).unwrap();
+            }
+        }
+        drop(store);
+        assert_eq!(loaded(home.path()), state);
+    }
+
+    #[test]
+    fn a_checkpoint_that_fails_changes_nothing() {
+        let home = tempfile::tempdir().unwrap();
+        let mut store = SledStore::open(home.path(), 1).unwrap();
+        let mut state = State::default();
+        store.load().unwrap();
+        store.rewrite(&Arc::new(state.clone())).unwrap();
+        let changes = register(&mut state, 0, 1024);
+        commit(&mut store, &changes).unwrap();
+        // A file stands where sled wants a folder.
+        let next = home.path().join("store-2");
+        let (waking, woken) = mpsc::channel();
+        let checkpoint = {
+            std::fs::create_dir(&next).unwrap();
+            std::fs::create_dir(next.join("room")).unwrap();
+            let wake = Box::new(move || waking.send(()).unwrap());
+            Checkpoint::begin(&next, store.number, Arc::new(state.clone()), wake).unwrap()
+        };
+        store.checkpoint_opt = Some((checkpoint, 0));
+        woken.recv_timeout(PATIENCE).unwrap();
+        store.tend(&Arc::new(state.clone()), Box::new(|| {}));
+        assert!(store.checkpoint_opt.is_none() && !next.exists());
+        let changes = register(&mut state, 1, 1025);
+        commit(&mut store, &changes).unwrap();
+        drop(store);
+        assert_eq!(loaded(home.path()), state);
+    }
 }

@@ -1,20 +1,23 @@
 //! The one thread that changes registrations.
 //!
-//! Commands that wait are applied one after another to a draft; the draft becomes durable with one
-//! synchronisation and is then published for readers. When that fails, the draft is dropped and
-//! every command of it is told so: nothing changed for readers.
+//! Commands are applied one after another to a draft. While the disk works on one group of them,
+//! the next one is drafted on top of it; when the first is durable it is published for readers, and
+//! its commands are answered. So a group is what came while the disk was busy. When the disk fails,
+//! both drafts are dropped and every command of them is told so: nothing changed for readers.
 //!
 //! From then on the server is **read-only**: it serves what it has in memory and refuses changes
 //! without touching the disk, until everything in memory could be written into new files, which is
 //! tried every `RETRY`. A change that was refused may have reached the old files; only a server
 //! that ends before the new ones are complete would read it, as one whose acknowledgement was lost.
 
+mod telling;
+
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 use crate::api::EventKind;
 use crate::config::DamagedStore;
@@ -22,15 +25,15 @@ use crate::error::StoreError;
 use crate::events::Events;
 use crate::guard::Who;
 use crate::metrics::Metrics;
-use crate::registry::{Applied, Command, NOTHING, Namespace, Refused, State};
-use crate::store::{Change, Store, changes_of, entries_of, named, state_of};
+use crate::registry::{Applied, Command, Namespace, Refused, State};
+use crate::store::{Change, Store, changes_of, named, state_of};
 
 /// Commands that wait at most; more are refused, so that a dead disk does not fill memory.
 const MAX_WAITING: usize = 1024;
-/// Commands of one synchronisation at most.
-const MAX_GROUP: usize = 256;
 /// Time between two attempts to write everything anew after the disk failed.
 const RETRY: Duration = Duration::from_secs(5);
+/// Time for a commit, less than a client waits: then the disk counts as failed.
+const DEADLINE: Duration = Duration::from_secs(20);
 /// Lost entries that a message names.
 const MAX_NAMED: usize = 20;
 
@@ -57,7 +60,36 @@ pub const STORE_BUSY: &str = "store_busy";
 struct Job {
     commands: Vec<(String, Command)>,
     who: String,
-    answer: oneshot::Sender<Result<Vec<Applied>, WriteError>>,
+    answer: oneshot::Sender<Outcome>,
+    /// Its place among those that wait.
+    _permit: OwnedSemaphorePermit,
+}
+
+type Outcome = Result<Vec<Applied>, WriteError>;
+
+/// What the writer's thread acts on.
+enum Message {
+    Job(Job),
+    /// The commit of this number is durable, or has failed.
+    Stored(u64, Result<(), StoreError>),
+    /// The store has something to do beside commits.
+    Tend,
+    /// Nobody hands in commands any more.
+    End,
+}
+
+/// The way to the writer's thread, which ends when this is gone.
+#[derive(Debug)]
+struct Jobs {
+    messages: mpsc::Sender<Message>,
+    places: Arc<Semaphore>,
+}
+
+impl Drop for Jobs {
+    fn drop(&mut self) {
+        // Without a thread there is nothing to end.
+        let _ = self.messages.send(Message::End);
+    }
 }
 
 /// Reads registrations from memory, and hands changes to the writer's thread.
@@ -65,7 +97,7 @@ struct Job {
 pub struct Registrations {
     published: Arc<RwLock<Arc<State>>>,
     trouble: Arc<RwLock<Option<String>>>,
-    jobs: mpsc::SyncSender<Job>,
+    jobs: Arc<Jobs>,
     /// Closed when the writer has let the store go.
     has_ended: watch::Receiver<()>,
 }
@@ -109,13 +141,17 @@ impl Registrations {
         }
         let published = Arc::new(RwLock::new(Arc::new(state)));
         let trouble = Arc::new(RwLock::new(None));
-        let (jobs, waiting) = mpsc::sync_channel(MAX_WAITING);
+        let (messages, waiting) = mpsc::channel();
         let mut writer = Writer {
             store,
             metrics,
             published: Arc::clone(&published),
             trouble: Arc::clone(&trouble),
             events,
+            messages: messages.clone(),
+            begun: 0,
+            storing_opt: None,
+            drafted: Group::default(),
             retry_at_opt: None,
         };
         match read_only_opt {
@@ -133,7 +169,10 @@ impl Registrations {
         Ok(Self {
             published,
             trouble,
-            jobs,
+            jobs: Arc::new(Jobs {
+                messages,
+                places: Arc::new(Semaphore::new(MAX_WAITING)),
+            }),
             has_ended,
         })
     }
@@ -185,19 +224,37 @@ impl Registrations {
         commands: Vec<(String, Command)>,
         who: &Who,
     ) -> Result<Vec<Applied>, WriteError> {
+        let place = Arc::clone(&self.jobs.places).try_acquire_owned();
+        let permit = place.map_err(|_| WriteError::Busy)?;
         let (answer, answered) = oneshot::channel();
         let job = Job {
             commands,
             who: who.to_string(),
             answer,
+            _permit: permit,
         };
         let ended = || WriteError::ReadOnly("the writer has ended, see the log".to_owned());
-        self.jobs.try_send(job).map_err(|error| match error {
-            mpsc::TrySendError::Full(_) => WriteError::Busy,
-            mpsc::TrySendError::Disconnected(_) => ended(),
-        })?;
+        let sent = self.jobs.messages.send(Message::Job(job));
+        sent.map_err(|_| ended())?;
         answered.await.unwrap_or_else(|_| Err(ended()))
     }
+}
+
+/// Commands that become durable together.
+#[derive(Default)]
+struct Group {
+    /// What they make of those before them; nothing before the first command.
+    draft_opt: Option<State>,
+    changes: Vec<Change>,
+    outcomes: Vec<(Job, Outcome)>,
+}
+
+/// A group that the disk works on.
+struct Storing {
+    number: u64,
+    begun: Instant,
+    state: Arc<State>,
+    outcomes: Vec<(Job, Outcome)>,
 }
 
 struct Writer {
@@ -207,30 +264,53 @@ struct Writer {
     /// Why changes are refused.
     trouble: Arc<RwLock<Option<String>>>,
     events: Arc<Events>,
+    /// For the store's calls.
+    messages: mpsc::Sender<Message>,
+    /// The number of the last commit.
+    begun: u64,
+    storing_opt: Option<Storing>,
+    /// Drafted on top of what is being stored.
+    drafted: Group,
     /// When everything is to be written anew, if it is.
     retry_at_opt: Option<Instant>,
 }
 
 impl Writer {
-    fn run(mut self, waiting: &mpsc::Receiver<Job>) {
+    fn run(mut self, messages: &mpsc::Receiver<Message>) {
+        let mut is_ending = false;
         loop {
-            let received = match self.retry_at_opt {
-                Some(at) => waiting.recv_timeout(at.saturating_duration_since(Instant::now())),
-                None => waiting.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            let received = match self.deadline().or(self.retry_at_opt) {
+                Some(at) => messages.recv_timeout(at.saturating_duration_since(Instant::now())),
+                None => messages.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
-            match received {
-                Ok(first) => {
-                    let mut group = vec![first];
-                    group.extend(waiting.try_iter().take(MAX_GROUP - 1));
-                    self.commit(group);
+            // What came while this thread worked belongs together.
+            let more = std::iter::from_fn(|| messages.try_recv().ok());
+            for message in received.into_iter().chain(more) {
+                match message {
+                    Message::Job(job) => self.take(job),
+                    Message::Stored(number, result) => self.stored(number, result),
+                    Message::Tend => self.tend(),
+                    Message::End => is_ending = true,
                 }
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            if self.deadline().is_some_and(|at| at <= Instant::now()) {
+                let reason = format!("nothing was written in {DEADLINE:?}");
+                self.stored(self.begun, Err(StoreError::Commit(reason)));
             }
             if self.retry_at_opt.is_some_and(|at| at <= Instant::now()) {
                 self.rewrite();
             }
+            self.begin();
+            if is_ending && self.storing_opt.is_none() {
+                return;
+            }
         }
+    }
+
+    /// When what the disk works on counts as failed.
+    fn deadline(&self) -> Option<Instant> {
+        let storing = self.storing_opt.as_ref();
+        storing.map(|storing| storing.begun + DEADLINE)
     }
 
     fn current(&self) -> Arc<State> {
@@ -247,30 +327,94 @@ impl Writer {
         trouble.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn commit(&mut self, group: Vec<Job>) {
-        let mut draft = State::clone(&self.current());
-        let mut changes: Vec<Change> = Vec::new();
-        let mut outcomes = Vec::with_capacity(group.len());
-        for job in group {
-            let outcome = draft_job(&mut draft, &job).map(|(applied, changed)| {
-                changes.extend(changed);
-                applied
-            });
-            outcomes.push((job, outcome));
+    /// Adds a job to those that are drafted.
+    fn take(&mut self, job: Job) {
+        if let Some(reason) = self.trouble() {
+            return self.refuse(job, &reason);
         }
-        let refused_opt = if changes.is_empty() {
-            None
-        } else {
-            self.make_durable(&changes, draft)
+        let draft_opt = self.drafted.draft_opt.take();
+        let mut draft = draft_opt.unwrap_or_else(|| match &self.storing_opt {
+            Some(storing) => State::clone(&storing.state),
+            None => State::clone(&self.current()),
+        });
+        let outcome = draft_job(&mut draft, &job).map(|(applied, changes)| {
+            self.drafted.changes.extend(changes);
+            applied
+        });
+        self.drafted.draft_opt = Some(draft);
+        self.drafted.outcomes.push((job, outcome));
+    }
+
+    /// Hands what is drafted to the disk, unless it is busy.
+    fn begin(&mut self) {
+        if self.storing_opt.is_some() {
+            return;
+        }
+        let group = std::mem::take(&mut self.drafted);
+        let Some(draft) = group.draft_opt else {
+            return;
         };
+        if group.changes.is_empty() {
+            // What is so already is as durable as it was.
+            return self.answer(group.outcomes);
+        }
+        self.begun += 1;
+        let number = self.begun;
+        self.storing_opt = Some(Storing {
+            number,
+            begun: Instant::now(),
+            state: Arc::new(draft),
+            outcomes: group.outcomes,
+        });
+        let messages = self.messages.clone();
+        let done = move |result| {
+            // A writer that has ended needs no answer.
+            let _ = messages.send(Message::Stored(number, result));
+        };
+        self.store.commit(&group.changes, Box::new(done));
+    }
+
+    /// Publishes and answers what is durable, or says why it is not.
+    fn stored(&mut self, number: u64, result: Result<(), StoreError>) {
+        // One that was given up may still end.
+        let Some(storing) = self.storing_opt.take_if(|storing| storing.number == number) else {
+            return;
+        };
+        let seconds = storing.begun.elapsed().as_secs_f64();
+        self.metrics.store_seconds.observe(seconds);
+        if let Err(error) = result {
+            self.fail_for_now(&error);
+            let drafted = std::mem::take(&mut self.drafted);
+            let reason = error.to_string();
+            for (job, _) in storing.outcomes.into_iter().chain(drafted.outcomes) {
+                self.refuse(job, &reason);
+            }
+            return;
+        }
+        *self
+            .published
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = storing.state;
+        self.tend();
+        // The disk goes on first.
+        self.begin();
+        self.answer(storing.outcomes);
+    }
+
+    fn tend(&mut self) {
+        if self.storing_opt.is_some() || self.retry_at_opt.is_some() {
+            return;
+        }
+        let messages = self.messages.clone();
+        let wake = move || {
+            // As above.
+            let _ = messages.send(Message::Tend);
+        };
+        self.store.tend(&self.current(), Box::new(wake));
+    }
+
+    fn answer(&self, outcomes: Vec<(Job, Outcome)>) {
         for (job, outcome) in outcomes {
-            let outcome = match (&refused_opt, outcome) {
-                // What is so already is as durable as it was.
-                (Some(reason), Ok(applied)) if changes_anything(&applied) => {
-                    Err(WriteError::ReadOnly(reason.clone()))
-                }
-                (_, outcome) => outcome,
-            };
             if let Ok(applied) = &outcome {
                 self.tell(&job, applied);
             }
@@ -279,30 +423,20 @@ impl Writer {
         }
     }
 
-    /// Stores changes and publishes what they made, or says why not.
-    fn make_durable(&mut self, changes: &[Change], draft: State) -> Option<String> {
-        if let Some(reason) = self.trouble() {
-            return Some(reason);
-        }
-        let begun = Instant::now();
-        let committed = self.store.commit(changes);
-        let seconds = begun.elapsed().as_secs_f64();
-        self.metrics.store_seconds.observe(seconds);
-        if let Err(error) = committed {
-            self.fail_for_now(&error);
-            return Some(error.to_string());
-        }
-        *self
-            .published
-            .write()
-            .unwrap_or_else(PoisonError::into_inner) = Arc::new(draft);
-        None
+    /// Answers a job that may change nothing. What is so already is as durable as it was.
+    fn refuse(&self, job: Job, reason: &str) {
+        let mut draft = State::clone(&self.current());
+        let outcome = match draft_job(&mut draft, &job) {
+            Ok((_, changes)) if !changes.is_empty() => Err(WriteError::ReadOnly(reason.to_owned())),
+            Ok((applied, _)) => Ok(applied),
+            Err(error) => Err(error),
+        };
+        self.answer(vec![(job, outcome)]);
     }
 
     /// Writes everything into new files: at start, and when the disk failed.
     fn rewrite(&mut self) {
-        let entries = entries_of(&self.current());
-        match entries.and_then(|entries| self.store.rewrite(&entries)) {
+        match self.store.rewrite(&self.current()) {
             Err(error) => self.fail_for_now(&error),
             Ok(()) => {
                 self.retry_at_opt = None;
@@ -342,66 +476,6 @@ impl Writer {
             self.events.record(EventKind::Store, None, message);
         }
     }
-
-    /// What was done goes into the audit log, the events and the metrics.
-    fn tell(&self, job: &Job, applied: &[Applied]) {
-        for ((namespace, command), applied) in job.commands.iter().zip(applied) {
-            let subject = command.subject();
-            let Applied {
-                what,
-                before,
-                after,
-                ..
-            } = applied;
-            tracing::info!(target: "audit", who = job.who, namespace, subject, what, before, after);
-            if !applied.changed.is_empty() {
-                let message = told(&subject, what, before, after);
-                let kind = match command {
-                    _ if applied.began_generation => EventKind::Generation,
-                    Command::PutRank(_) | Command::PutRegistration(..) => EventKind::Registration,
-                    _ => EventKind::Operator,
-                };
-                self.events.record(kind, Some(namespace), message);
-            }
-            self.count(namespace, command, applied);
-        }
-    }
-
-    fn count(&self, namespace: &str, command: &Command, applied: &Applied) {
-        if applied.began_generation {
-            self.metrics
-                .generations
-                .with_label_values(&[namespace])
-                .inc();
-        }
-        if applied.evicted > 0 {
-            tracing::warn!(
-                namespace,
-                evicted = applied.evicted,
-                "the oldest registrations left to make room"
-            );
-        }
-        if let Command::PutRank(registration) = command {
-            let unknown = registration.rank.unknown_fields.len() as u64;
-            self.metrics
-                .unknown_fields
-                .with_label_values(&[namespace])
-                .inc_by(unknown);
-        }
-    }
-}
-
-fn changes_anything(applied: &[Applied]) -> bool {
-    applied.iter().any(|applied| !applied.changed.is_empty())
-}
-
-/// What changed, for people.
-fn told(subject: &str, what: &str, before: &str, after: &str) -> String {
-    match (before, after) {
-        (NOTHING, _) => format!("{subject}: {what}, {after}"),
-        (_, NOTHING) => format!("{subject}: {what}, it was {before}"),
-        _ => format!("{subject}: {what}, from {before} to {after}"),
-    }
 }
 
 /// Does a job's commands to a draft and says what to store, or leaves the draft as it was.
@@ -430,3 +504,6 @@ fn draft_job(draft: &mut State, job: &Job) -> Result<(Vec<Applied>, Vec<Change>)
     }
     Ok((done, changes))
 }
+
+#[cfg(test)]
+mod tests;
