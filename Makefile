@@ -41,7 +41,7 @@ release: cargo python verbs-headers ## Builds the programs and the wheel with al
 	$(RDMA_BUILD) $(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --features transfer-actor/rdma
 	$(MAKE) --no-print-directory wheel WHEEL_PROFILE=release RDMA=1
 
-test: cargo system-packages sglang nextest test-python test-page ## Runs every test
+test: cargo system-packages sglang nextest test-python test-page test-sim ## Runs every test
 	rm -f $(FERRY_SKIP_LOG)
 	$(CARGO) build --workspace --locked --bins
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
@@ -70,6 +70,15 @@ test-hostile: cargo nextest ## Hostile clients at the bootstrap server, a minute
 	$(CARGO) build --locked --package bootstrap-server
 	FERRY_HOSTILE_SECONDS=$${FERRY_HOSTILE_SECONDS:-60} $(CARGO) nextest run --package tests --locked \
 	  --test-threads 1 --no-fail-fast --success-output final -E 'test(/^hostile::/)'
+
+# The ranks' rules are driven for millions of events, which needs optimised code, with its checks.
+SIM_SEEDS ?= 20000
+OPTIMISED := $(foreach crate,common transfer-actor,--config profile.dev.package.$(crate).opt-level=2)
+
+.PHONY: test-sim
+test-sim: cargo nextest ## The rank's rules under SIM_SEEDS=20000 simulated runs, and without each of them (FERRY_SIM_SEED=n replays one)
+	FERRY_SIM_SEEDS=$(SIM_SEEDS) $(CARGO) nextest run --package transfer-actor --lib --locked $(OPTIMISED) \
+	  --run-ignored all --success-output final --no-fail-fast -E 'test(/::simulation::/)'
 
 test-rdma: cargo verbs-headers ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
 	tests/rdma-vm/setup.sh

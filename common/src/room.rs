@@ -46,6 +46,11 @@ impl DeferredBootstrap {
         Some(self.failed)
     }
 
+    /// Where the decode listens, once it has said so.
+    pub const fn endpoint(&self) -> Option<&Endpoint> {
+        self.endpoint.as_ref()
+    }
+
     /// The decode says where it listens. A second, different endpoint is told at once that it
     /// failed: a room names one request.
     pub fn register(&mut self, endpoint: Endpoint) -> Option<DeferredNotice> {

@@ -104,7 +104,11 @@ fn failed(transport: &'static str, error: &TransportError) -> ComponentOutcome {
     }
 }
 
-fn plan(link: &PeerLink, component: ComponentId, work: &Work) -> Result<ComponentPlan, PlanError> {
+pub(crate) fn plan(
+    link: &PeerLink,
+    component: ComponentId,
+    work: &Work,
+) -> Result<ComponentPlan, PlanError> {
     match (component, work) {
         (
             ComponentId::Kv,

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use actix::Addr;
-use common::ids::Endpoint;
+use common::ids::{Endpoint, Generation};
 use common::wire::{Frame, decode_message, guess_kind, unreadable_sender};
 use futures::future::BoxFuture;
 use zmtp::{PullSocket, PushOptions, PushPeer, SendError};
@@ -22,8 +22,12 @@ pub(crate) async fn receive(mut socket: PullSocket, rank: Addr<RankActor>) {
         let delivered = match decode_message(&received.frames) {
             Ok(incoming) => {
                 let (message, ignored_frames) = (incoming.message, incoming.ignored_frames);
+                let trailer_opt = incoming.trailer;
                 rank.send(Inbound {
                     message,
+                    generation_opt: trailer_opt
+                        .and_then(|trailer| trailer.generation)
+                        .map(Generation),
                     ignored_frames,
                 })
                 .await

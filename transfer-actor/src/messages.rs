@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use actix::prelude::*;
-use common::ids::Room;
+use common::ids::{Generation, Room};
 use common::wire::{Frame, WireError};
 
 use crate::api::{RoomStatus, RoomView};
@@ -37,6 +37,8 @@ pub struct Malformed {
 pub struct Inbound {
     /// The message.
     pub message: common::wire::ControlMessage,
+    /// The decode rank's generation of the room, from a trailer.
+    pub generation_opt: Option<Generation>,
     /// Unknown frames behind it.
     pub ignored_frames: usize,
 }

@@ -198,6 +198,7 @@ fn bring_up(
                 layout: buffers.layout.clone(),
                 register: register.clone(),
                 allocation_policy: config.engine.decode_allocation_policy.clone(),
+                first_generation: first_generation(),
             };
             let core = DecodeCore::new(identity, config.timeouts, config.limits);
             (RankCore::Decode(Box::new(core)), Some(register))
@@ -217,6 +218,14 @@ fn bring_up(
     let address = actor.start();
     actix::spawn(control::receive(socket, address.clone()));
     Ok((address, control))
+}
+
+/// Where a decode rank's generations begin: no two lives of a rank share one, and all fit the
+/// numbers that JSON carries exactly.
+fn first_generation() -> u64 {
+    const LIFE_BITS: u32 = 20;
+    let life = getrandom::u32().unwrap_or_else(|_| std::process::id());
+    u64::from(life >> (u32::BITS - LIFE_BITS)) << u32::BITS
 }
 
 /// What a decode rank tells each prefill rank once.
@@ -431,6 +440,7 @@ impl Resolver {
                         endpoint: Endpoint::new(address.rank_ip, address.rank_port),
                         is_dummy: mapping.is_dummy(self.side.is_mla, *tp_rank),
                         unique_rank: i64::from(unique.get()),
+                        is_ferry: false,
                     });
                 }
             }

@@ -42,7 +42,10 @@ impl Handler<Inbound> for RankActor {
                 .with_label_values(&[self.role()]);
             ignored.inc_by(inbound.ignored_frames as u64);
         }
-        self.apply_quietly(Event::Message(inbound.message), context);
+        self.apply_quietly(
+            Event::Message(inbound.message, inbound.generation_opt),
+            context,
+        );
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use actix::fut::wrap_future;
 use actix::prelude::*;
 use common::ids::{ByteOffset, Endpoint, Generation, Room};
-use common::wire::{ControlMessage, KvPoll, Register, Release};
+use common::wire::{ControlMessage, FerryTrailer, KvPoll, Register, Release};
 use futures::FutureExt;
 use io_engine::{Engine, TransportKind};
 
@@ -131,8 +131,9 @@ impl RankActor {
             Effect::Send {
                 to,
                 message,
+                generation_opt,
                 about_opt,
-            } => self.send(&to, &message, about_opt, context),
+            } => self.send(&to, &message, generation_opt, about_opt, context),
             Effect::Start { key, link } => self.start_component(key, link, context),
             Effect::Work { key, work } => self.work(key, work, context),
             Effect::Cancel { key } => self.tell(&key, CancelWork, context),
@@ -180,11 +181,22 @@ impl RankActor {
         &mut self,
         to: &Endpoint,
         message: &ControlMessage,
+        generation_opt: Option<Generation>,
         about_opt: Option<(Room, Generation)>,
         context: &mut Context<Self>,
     ) {
         let kind = message.kind();
-        let frames = match message.encode(Release::NEWEST) {
+        let encoded = match generation_opt {
+            Some(generation) => {
+                let trailer = FerryTrailer {
+                    generation: Some(generation.get()),
+                    checksums: Vec::new(),
+                };
+                message.encode_with_trailer(Release::NEWEST, &trailer)
+            }
+            None => message.encode(Release::NEWEST),
+        };
+        let frames = match encoded {
             Ok(frames) => frames,
             Err(error) => {
                 tracing::error!(%to, kind, %error, "a message of ours cannot be written");

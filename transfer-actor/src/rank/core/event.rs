@@ -11,8 +11,9 @@ use common::wire::{ControlMessage, EngineDesc, KvPoll, MemoryDesc, UnreadableSen
 /// Everything that can happen to a rank, in one queue.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A peer's message, decoded.
-    Message(ControlMessage),
+    /// A peer's message, decoded, and the decode rank's generation of the room that its trailer
+    /// names; only Ferry ranks send one.
+    Message(ControlMessage, Option<Generation>),
     /// A decode rank's REGISTER or TRANSFER_INFO could not be decoded.
     Unreadable {
         /// Who sent it.
@@ -223,6 +224,8 @@ pub struct PrefillTarget {
     pub is_dummy: bool,
     /// Its number, as its STATUS messages carry it.
     pub unique_rank: i64,
+    /// Whether it is a Ferry rank, which reads and sends trailers.
+    pub is_ferry: bool,
 }
 
 /// The decode side of a room, for the component actors of a prefill.
@@ -281,6 +284,8 @@ pub enum Effect {
         to: Endpoint,
         /// What.
         message: ControlMessage,
+        /// The decode rank's generation of the room, for a trailer; `None`: no trailer.
+        generation_opt: Option<Generation>,
         /// The room that it is about, with its generation.
         about_opt: Option<(Room, Generation)>,
     },

@@ -10,6 +10,7 @@ mod prefill;
 mod prefill_room;
 #[cfg(test)]
 mod replaced_prefill_tests;
+mod rules;
 #[cfg(test)]
 mod tests;
 mod tombstones;
@@ -17,6 +18,8 @@ mod tombstones;
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
+#[cfg(test)]
+use common::ids::Generation;
 use common::ids::{Endpoint, Room};
 
 use crate::api::{RoomStatus, RoomView};
@@ -114,6 +117,25 @@ impl RankCore {
         match self {
             Self::Prefill(core) => core.view(room),
             Self::Decode(core) => core.view(room),
+        }
+    }
+
+    /// The generation of the room that is opened next.
+    #[cfg(test)]
+    fn next_generation(&self) -> Generation {
+        let last = match self {
+            Self::Prefill(core) => core.last_generation(),
+            Self::Decode(core) => core.last_generation(),
+        };
+        Generation(last + 1)
+    }
+
+    /// Peers whose end concerns this room.
+    #[cfg(test)]
+    fn watched_of(&self, room: Room) -> Vec<Endpoint> {
+        match self {
+            Self::Prefill(_) => Vec::new(),
+            Self::Decode(core) => core.watched_of(room),
         }
     }
 

@@ -12,14 +12,26 @@ use common::wire::{ControlMessage, KvPoll, Status, TransferInfo};
 use crate::rank::core::event::{
     ChunkCommand, ComponentKey, ComponentOutcome, Counted, Effect, PeerLink, Work,
 };
+use crate::rank::core::rules::{Rule, holds};
 
 /// A decode rank that this room feeds.
 #[derive(Debug)]
 pub(super) struct Target {
     pub info: TransferInfo,
+    /// The decode rank's own generation of the room, if it is a Ferry rank.
+    pub generation_opt: Option<Generation>,
     pub dst_pages: Arc<[i32]>,
     /// `None` for a dummy, which gets nothing.
     pub link_opt: Option<Arc<PeerLink>>,
+}
+
+/// How a message's use of the room stands to the one that is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Age {
+    Older,
+    /// Or nobody can tell.
+    Same,
+    Newer,
 }
 
 /// What one component has moved to one decode rank.
@@ -47,6 +59,8 @@ pub(super) struct PrefillRoom {
     pub required_opt: Option<u32>,
     pub targets: Vec<Target>,
     pub deferred: DeferredBootstrap,
+    /// The generation that came with BOOTSTRAP.
+    pub deferred_generation_opt: Option<Generation>,
     /// Pages that were handed over.
     pub position: usize,
     pub is_last_sent: bool,
@@ -57,6 +71,8 @@ pub(super) struct PrefillRoom {
     pub abort_askers: Vec<(Endpoint, i64)>,
     /// A write failed without proof that it has stopped: no acknowledgement, ever.
     pub is_poisoned: bool,
+    /// The same of an older use of the number: only who announced this use may be acknowledged.
+    pub was_poisoned: bool,
     /// Cleared by the engine while work was pending.
     pub is_cleared: bool,
 }
@@ -79,19 +95,65 @@ impl PrefillRoom {
             required_opt: None,
             targets: Vec::new(),
             deferred: DeferredBootstrap::default(),
+            deferred_generation_opt: None,
             position: 0,
             is_last_sent: false,
             pending: 0,
             moved: BTreeMap::new(),
             abort_askers: Vec::new(),
             is_poisoned: false,
+            was_poisoned: false,
             is_cleared: false,
         }
     }
 
     pub fn is_announced(&self) -> bool {
-        self.required_opt
-            .is_some_and(|required| self.targets.len() >= required as usize)
+        let is_enough = |required: u32| match holds(Rule::EveryDecodeAnnounces) {
+            true => self.targets.len() >= required as usize,
+            false => !self.targets.is_empty(),
+        };
+        self.required_opt.is_some_and(is_enough)
+    }
+
+    /// The decode rank's own generation of the room, as far as its messages told.
+    pub fn generation_of(&self, endpoint: &Endpoint) -> Option<Generation> {
+        let mut targets = self.targets.iter();
+        let target = targets.find(|target| target.info.endpoint == *endpoint);
+        match target {
+            Some(target) => target.generation_opt,
+            None => self
+                .deferred_generation_opt
+                .filter(|_| self.deferred.endpoint() == Some(endpoint)),
+        }
+    }
+
+    /// Whether its state ends by time.
+    pub fn is_timed(&self) -> bool {
+        match self.poll {
+            KvPoll::Bootstrapping => holds(Rule::BootstrapTimeout),
+            KvPoll::Transferring => holds(Rule::TransferTimeout),
+            _ => true,
+        }
+    }
+
+    /// Whether a message of this generation is about the use that the decode rank has announced.
+    pub fn age_of(&self, endpoint: &Endpoint, generation_opt: Option<Generation>) -> Age {
+        match (self.generation_of(endpoint), generation_opt) {
+            (Some(known), Some(new)) if new < known => Age::Older,
+            (Some(known), Some(new)) if new > known => Age::Newer,
+            _ => Age::Same,
+        }
+    }
+
+    /// Whether an ABORT of this generation may be told that nothing is written for it any more.
+    pub fn may_acknowledge(&self, endpoint: &Endpoint, generation: i64) -> bool {
+        let is_of_this_use = || {
+            let announced = self.generation_of(endpoint);
+            announced.and_then(|own| i64::try_from(own.get()).ok()) == Some(generation)
+        };
+        let is_drained = self.pending == 0 || !holds(Rule::AckAfterDrain);
+        let is_proved = !self.is_poisoned || !holds(Rule::NoAckWhenPoisoned);
+        is_drained && is_proved && (!self.was_poisoned || is_of_this_use())
     }
 
     pub fn key(&self, endpoint: &Endpoint, component: ComponentId) -> ComponentKey {
@@ -133,10 +195,16 @@ impl PrefillRoom {
         })
     }
 
-    pub fn send_status(&self, to: &Endpoint, rank: i64) -> Effect {
+    pub fn send_status(
+        &self,
+        to: &Endpoint,
+        generation_opt: Option<Generation>,
+        rank: i64,
+    ) -> Effect {
         Effect::Send {
             to: to.clone(),
             message: self.status_message(rank),
+            generation_opt,
             about_opt: Some((self.room, self.generation)),
         }
     }
@@ -147,7 +215,7 @@ impl PrefillRoom {
             .targets
             .iter()
             .filter(|target| target.link_opt.is_some());
-        fed.map(move |target| self.send_status(&target.info.endpoint, rank))
+        fed.map(move |target| self.send_status(&target.info.endpoint, target.generation_opt, rank))
     }
 
     /// The decode side is complete: one component actor for each endpoint and component.

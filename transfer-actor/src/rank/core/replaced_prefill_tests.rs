@@ -52,6 +52,7 @@ fn decode() -> RankCore {
         layout,
         register,
         allocation_policy: "early".to_owned(),
+        first_generation: 0,
     };
     let core = DecodeCore::new(identity, Timeouts::default(), Limits::default());
     RankCore::Decode(Box::new(core))
@@ -77,6 +78,7 @@ fn prefill(ports: [u16; 2]) -> ResolvedPrefill {
                 endpoint: endpoint(port),
                 is_dummy: false,
                 unique_rank,
+                is_ferry: false,
             })
             .collect(),
         decode_allocation_policy: "early".to_owned(),

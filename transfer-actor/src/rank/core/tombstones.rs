@@ -1,6 +1,7 @@
 //! What is remembered of rooms that are gone, bounded in number and time.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::Hash;
 use std::time::{Duration, Instant};
 
 use common::ids::Room;
@@ -14,59 +15,56 @@ pub enum Epitaph {
     GivenUp,
     /// It was cleared, and nobody has proved that its last writes have stopped.
     Poisoned,
+    /// It was cleared, and not every prefill rank has said its last word about it (decode).
+    Unsettled,
 }
 
-/// Rooms that were cleared, or aborted before they were known.
+/// Rooms that were cleared, or aborted before they were known; or whatever else is worth
+/// remembering for a while.
 #[derive(Debug)]
-pub struct Tombstones {
+pub struct Tombstones<K = Room, V = Epitaph> {
     capacity: usize,
     lifetime: Duration,
-    rooms: HashMap<Room, Tombstone>,
-    order: VecDeque<(Instant, Room)>,
+    graves: HashMap<K, (Instant, V)>,
+    order: VecDeque<(Instant, K)>,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Tombstone {
-    laid: Instant,
-    epitaph: Epitaph,
-}
-
-impl Tombstones {
+impl<K: Clone + Eq + Hash, V: Copy> Tombstones<K, V> {
     /// Keeps at most `capacity` for `lifetime`.
     pub fn new(capacity: usize, lifetime: Duration) -> Self {
         Self {
             capacity,
             lifetime,
-            rooms: HashMap::new(),
+            graves: HashMap::new(),
             order: VecDeque::new(),
         }
     }
 
     /// Remembers a room. The oldest is forgotten when there is no space.
-    pub fn lay(&mut self, room: Room, epitaph: Epitaph, now: Instant) {
-        self.rooms.insert(room, Tombstone { laid: now, epitaph });
+    pub fn lay(&mut self, room: K, epitaph: V, now: Instant) {
+        self.graves.insert(room.clone(), (now, epitaph));
         self.order.push_back((now, room));
         if self.order.len() > self.capacity.saturating_mul(2) {
             // Rooms that were lifted leave their place in the order behind.
-            let rooms = &self.rooms;
+            let graves = &self.graves;
             self.order.retain(|(laid, room)| {
-                let known = rooms.get(room);
-                known.is_some_and(|tombstone| tombstone.laid == *laid)
+                let known = graves.get(room);
+                known.is_some_and(|(since, _)| since == laid)
             });
         }
-        while self.rooms.len() > self.capacity {
+        while self.graves.len() > self.capacity {
             self.forget_oldest();
         }
     }
 
     /// What is remembered of a room.
-    pub fn get(&self, room: Room) -> Option<Epitaph> {
-        self.rooms.get(&room).map(|tombstone| tombstone.epitaph)
+    pub fn get(&self, room: &K) -> Option<V> {
+        self.graves.get(room).map(|(_, epitaph)| *epitaph)
     }
 
     /// Forgets a room that is opened again; what was remembered of it.
-    pub fn lift(&mut self, room: Room) -> Option<Epitaph> {
-        self.rooms.remove(&room).map(|tombstone| tombstone.epitaph)
+    pub fn lift(&mut self, room: &K) -> Option<V> {
+        self.graves.remove(room).map(|(_, epitaph)| epitaph)
     }
 
     /// Forgets what is too old.
@@ -81,12 +79,12 @@ impl Tombstones {
 
     /// How many rooms are remembered.
     pub fn len(&self) -> usize {
-        self.rooms.len()
+        self.graves.len()
     }
 
     /// Whether no room is remembered.
     pub fn is_empty(&self) -> bool {
-        self.rooms.is_empty()
+        self.graves.is_empty()
     }
 
     fn forget_oldest(&mut self) {
@@ -95,11 +93,11 @@ impl Tombstones {
         };
         // A room that was laid again since has a younger entry in the order.
         if self
-            .rooms
+            .graves
             .get(&room)
-            .is_some_and(|tombstone| tombstone.laid == laid)
+            .is_some_and(|(since, _)| *since == laid)
         {
-            self.rooms.remove(&room);
+            self.graves.remove(&room);
         }
     }
 }
@@ -121,7 +119,7 @@ mod tests {
             );
         }
         assert_eq!(tombstones.len(), 3);
-        assert!(tombstones.get(room(1)).is_none() && tombstones.get(room(2)).is_some());
+        assert!(tombstones.get(&room(1)).is_none() && tombstones.get(&room(2)).is_some());
         tombstones.lay(room(2), Epitaph::GivenUp, begin + Duration::from_secs(9));
         tombstones.expire(begin + Duration::from_secs(14));
         assert_eq!(
@@ -129,7 +127,7 @@ mod tests {
             1,
             "only the one that was laid again is young enough"
         );
-        assert_eq!(tombstones.lift(room(2)), Some(Epitaph::GivenUp));
+        assert_eq!(tombstones.lift(&room(2)), Some(Epitaph::GivenUp));
         assert!(tombstones.is_empty());
     }
 
@@ -140,7 +138,7 @@ mod tests {
         let mut tombstones = Tombstones::new(3, Duration::from_secs(10));
         for count in 0..100 {
             tombstones.lay(room, Epitaph::Cleared, begin + Duration::from_millis(count));
-            tombstones.lift(room);
+            tombstones.lift(&room);
             assert!(tombstones.order.len() <= 6);
         }
     }

@@ -8,11 +8,15 @@ use common::wire::{Abort, ControlMessage, KvPoll};
 use crate::error::ApiError;
 use crate::rank::core::decode::DecodeCore;
 use crate::rank::core::event::{Counted, Effect, PrefillTarget};
+use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::Epitaph;
 use crate::rank::core::unknown_room;
 
 /// Time for the sends to a remembered prefill to fail at all of its ranks, once one has failed.
 const UNREACHED_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The kind of message that names places to write to.
+const TRANSFER_INFO: &str = "transfer_info";
 
 impl DecodeCore {
     pub(super) fn abort(
@@ -35,10 +39,21 @@ impl DecodeCore {
         }
         let mut effects = Vec::new();
         self.fail(room, "the engine cleared the room", now, &mut effects);
-        self.rooms.remove(&room);
-        self.tombstones.lay(room, Epitaph::Cleared, now);
-        effects.push(Effect::Changed { room });
+        self.forget(room, now, &mut effects);
         Ok(effects)
+    }
+
+    fn forget(&mut self, room: Room, now: Instant, effects: &mut Vec<Effect>) {
+        let is_settled = self
+            .rooms
+            .remove(&room)
+            .is_none_or(|state| state.is_settled());
+        let epitaph = match is_settled {
+            true => Epitaph::Cleared,
+            false => Epitaph::Unsettled,
+        };
+        self.tombstones.lay(room, epitaph, now);
+        effects.push(Effect::Changed { room });
     }
 
     /// Fails a room that has not ended. Every prefill rank that may be writing is asked to stop and
@@ -53,7 +68,7 @@ impl DecodeCore {
         let Some(state) = self
             .rooms
             .get_mut(&room)
-            .filter(|state| !state.poll.is_terminal())
+            .filter(|state| !state.poll.is_terminal() || !holds(Rule::EndIsFinal))
         else {
             return;
         };
@@ -79,6 +94,7 @@ impl DecodeCore {
                     reply_to: Some(self.identity.register.endpoint.clone()),
                     generation: i64::try_from(state.generation.get()).ok(),
                 }),
+                generation_opt: target.is_ferry.then_some(state.generation),
                 about_opt: None,
             });
         }
@@ -103,6 +119,7 @@ impl DecodeCore {
             let prefill = state.prefill_opt.as_ref();
             !state.poll.is_terminal()
                 && prefill.is_some_and(|prefill| prefill.has_rank_at(endpoint))
+                && holds(Rule::PeerLossFails)
         });
         let waiting: Vec<Room> = waiting.map(|(room, _)| *room).collect();
         let reason = format!("prefill rank {endpoint} is gone: {reason}");
@@ -147,13 +164,18 @@ impl DecodeCore {
         // room is it safe to name the same pages to others.
         state.touched = now;
         state.unreached.entry(to.clone()).or_insert(reason);
-        let is_unreached = |target: &PrefillTarget| state.unreached.contains_key(&target.endpoint);
-        if prefill.is_some_and(|prefill| prefill.targets.iter().all(is_unreached)) {
+        // A message before it may be lost, and the announcement arrive.
+        if !state.is_published || kind == TRANSFER_INFO {
+            state.untold.insert(to.clone());
+        }
+        let is_untold = |target: &PrefillTarget| state.untold.contains(&target.endpoint);
+        if prefill.is_some_and(|prefill| prefill.targets.iter().all(is_untold)) {
             tracing::info!(%room, %to, "a remembered prefill is gone; its bootstrap server is asked again");
             state.is_remembered = false;
             state.prefill_opt = None;
             state.is_published = false;
             state.unreached.clear();
+            state.untold.clear();
             let (bootstrap, dp_rank_opt) = state.asked.clone();
             effects.push(Effect::Resolve {
                 room,
@@ -188,15 +210,15 @@ impl DecodeCore {
                 }
                 KvPoll::Failed | KvPoll::Success => (timeouts.retention, ""),
             };
-            (now.duration_since(state.touched) >= limit).then_some((*room, limit, reason))
+            let is_overdue = now.duration_since(state.touched) >= limit;
+            let is_timed = state.poll.is_terminal() || holds(Rule::WaitingTimeout);
+            (is_overdue && is_timed).then_some((*room, limit, reason))
         });
         let overdue: Vec<_> = overdue.collect();
         for (room, limit, reason) in overdue {
             if reason.is_empty() {
                 tracing::warn!(%room, "a room that ended long ago was never cleared; it is forgotten");
-                self.rooms.remove(&room);
-                self.tombstones.lay(room, Epitaph::Cleared, now);
-                effects.push(Effect::Changed { room });
+                self.forget(room, now, &mut effects);
             } else {
                 let reason = format!("{reason} within {} s", limit.as_secs());
                 self.fail(room, &reason, now, &mut effects);

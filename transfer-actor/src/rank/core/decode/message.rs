@@ -2,15 +2,29 @@
 
 use std::time::Instant;
 
+use common::ids::Generation;
 use common::wire::{AbortAck, AuxData, ControlMessage, KvPoll, Status};
 
 use crate::rank::core::decode::{DecodeCore, late};
 use crate::rank::core::event::{Counted, Effect};
+use crate::rank::core::rules::{Rule, holds};
 
 impl DecodeCore {
-    pub(super) fn message(&mut self, message: ControlMessage, now: Instant) -> Vec<Effect> {
+    pub(super) fn message(
+        &mut self,
+        message: ControlMessage,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
+        if let (Some(generation), Some(room)) = (generation_opt, message.room())
+            && !self.is_current(room, generation)
+            && holds(Rule::StatusGeneration)
+        {
+            // About another use of the number, or another life of this rank.
+            return vec![late(message.kind())];
+        }
         match message {
-            ControlMessage::Status(status) => self.status(status, now),
+            ControlMessage::Status(status) => self.status(status, generation_opt, now),
             ControlMessage::AbortAck(ack) => self.abort_ack(&ack),
             ControlMessage::AuxData(aux) => self.aux_data(aux),
             // A prefill's messages come to decode ranks only; the others are nobody's.
@@ -18,7 +32,12 @@ impl DecodeCore {
         }
     }
 
-    fn status(&mut self, status: Status, now: Instant) -> Vec<Effect> {
+    fn status(
+        &mut self,
+        status: Status,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
         let mut effects = Vec::new();
         let room = status.room;
         let Some(state) = self
@@ -26,19 +45,22 @@ impl DecodeCore {
             .get_mut(&room)
             .filter(|state| !state.poll.is_terminal())
         else {
-            return vec![late("status")];
+            return self.last_word(&status);
         };
         let Some(target) = state.target(status.prefill_rank) else {
             // A rank that was not asked; perhaps of an older engine behind the same address.
             return vec![late("status")];
         };
         let (endpoint, is_dummy) = (target.endpoint.clone(), target.is_dummy);
+        let is_named = generation_opt.is_some();
+        let is_certain = is_named || !(target.is_ferry || state.is_ambiguous);
         state.touched = now;
         match status.poll {
             KvPoll::Failed => {
                 // It may have restarted at its address and know nobody; registering twice does no
                 // harm.
                 self.registered.remove(&endpoint);
+                state.failures.insert(status.prefill_rank);
                 let reason = status
                     .reason
                     .unwrap_or_else(|| "no reason given".to_owned());
@@ -50,12 +72,24 @@ impl DecodeCore {
                 effects.push(late("status"));
             }
             // 0.5.23 may take a dummy for real, and then says so before any byte has moved.
-            KvPoll::Success if is_dummy => effects.push(late("status")),
+            KvPoll::Success if is_dummy && holds(Rule::DummyProvesNothing) => {
+                effects.push(late("status"));
+            }
+            KvPoll::Success if !is_certain && holds(Rule::AmbiguousSuccess) => {
+                let reason = format!(
+                    "prefill rank {} reports a success of this or of an older use of the room's number, which cannot be told apart",
+                    status.prefill_rank
+                );
+                self.fail(room, &reason, now, &mut effects);
+            }
             KvPoll::Success => {
                 state.successes.insert(status.prefill_rank);
-                let required = state.prefill_opt.as_ref().map_or(u32::MAX, |prefill| {
-                    prefill.mapping.required_prefill_response_num
-                });
+                let required = match holds(Rule::EveryPrefillSucceeds) {
+                    true => state.prefill_opt.as_ref().map_or(u32::MAX, |prefill| {
+                        prefill.mapping.required_prefill_response_num
+                    }),
+                    false => 1,
+                };
                 if state.successes.len() >= required as usize {
                     state.advance(room, KvPoll::Success, &mut effects);
                     let elapsed = now.duration_since(state.opened);
@@ -77,6 +111,16 @@ impl DecodeCore {
         effects
     }
 
+    /// A room that has ended learns no more from a prefill rank than that it has ended there too.
+    fn last_word(&mut self, status: &Status) -> Vec<Effect> {
+        if let Some(state) = self.rooms.get_mut(&status.room)
+            && status.poll == KvPoll::Failed
+        {
+            state.failures.insert(status.prefill_rank);
+        }
+        vec![late("status")]
+    }
+
     fn abort_ack(&mut self, ack: &AbortAck) -> Vec<Effect> {
         let room = ack.room;
         let Some(state) = self
@@ -88,6 +132,7 @@ impl DecodeCore {
         };
         // Without a generation it may answer an older abort of the same number.
         let is_ours = ack.generation == i64::try_from(state.generation.get()).ok();
+        let is_ours = is_ours || !holds(Rule::AckGeneration);
         if !is_ours || state.target(ack.prefill_rank).is_none() {
             return vec![late("abort_ack")];
         }

@@ -17,7 +17,8 @@ use crate::error::ApiError;
 use crate::rank::core::event::{
     Announcement, Counted, Effect, Event, OpenCommand, PrefillTarget, ResolvedPrefill,
 };
-use crate::rank::core::tombstones::Tombstones;
+use crate::rank::core::rules::{Rule, holds};
+use crate::rank::core::tombstones::{Epitaph, Tombstones};
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
 
 /// The policy under which the decode allocates only once the prefill is complete.
@@ -32,6 +33,9 @@ pub struct DecodeIdentity {
     pub register: Register,
     /// `early` or `prefill_complete`; the prefill's must be the same.
     pub allocation_policy: String,
+    /// Generations count from here. No two lives of a rank should share one, so that a late
+    /// message to the older life means nothing to the newer.
+    pub first_generation: u64,
 }
 
 /// One use of a room.
@@ -46,16 +50,22 @@ struct DecodeRoom {
     asked: (String, Option<u32>),
     /// Whether `prefill_opt` is from an earlier room, and nobody was asked for this one.
     is_remembered: bool,
-    /// Ranks of a remembered prefill that could not be reached, and why.
+    /// Ranks of a remembered prefill that a message did not reach, and why.
     unreached: BTreeMap<Endpoint, String>,
+    /// Those of them that have certainly not been told where to write.
+    untold: BTreeSet<Endpoint>,
     prefill_opt: Option<Arc<ResolvedPrefill>>,
     announcement_opt: Option<Announcement>,
     /// Whether prefill ranks know where to write.
     is_published: bool,
     successes: BTreeSet<i64>,
+    /// Ranks that have said that they failed.
+    failures: BTreeSet<i64>,
     /// Ranks that have proved that they write no more.
     acknowledged: BTreeSet<i64>,
     is_abort_sent: bool,
+    /// Whether messages about an older use of the number may still come.
+    is_ambiguous: bool,
 }
 
 /// All rooms of one decode rank.
@@ -64,7 +74,7 @@ pub struct DecodeCore {
     identity: DecodeIdentity,
     timeouts: Timeouts,
     limits: Limits,
-    rooms: HashMap<Room, DecodeRoom>,
+    rooms: BTreeMap<Room, DecodeRoom>,
     prefills: HashMap<(String, u32), Arc<ResolvedPrefill>>,
     registered: HashSet<Endpoint>,
     tombstones: Tombstones,
@@ -75,20 +85,22 @@ impl DecodeCore {
     /// A rank without rooms.
     pub fn new(identity: DecodeIdentity, timeouts: Timeouts, limits: Limits) -> Self {
         Self {
-            identity,
             timeouts,
             limits,
-            rooms: HashMap::new(),
+            rooms: BTreeMap::new(),
             prefills: HashMap::new(),
             registered: HashSet::new(),
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
-            last_generation: 0,
+            last_generation: identity.first_generation,
+            identity,
         }
     }
 
     pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
         match event {
-            Event::Message(message) => Reaction::done(self.message(message, now)),
+            Event::Message(message, generation_opt) => {
+                Reaction::done(self.message(message, generation_opt, now))
+            }
             Event::Open(command) => Reaction::of(self.open(command, now)),
             Event::Announce { room, announcement } => {
                 Reaction::of(self.announce(room, announcement, now))
@@ -185,7 +197,7 @@ impl DecodeCore {
         }
         self.last_generation += 1;
         let generation = Generation(self.last_generation);
-        self.tombstones.lift(room);
+        let is_ambiguous = self.tombstones.lift(&room) == Some(Epitaph::Unsettled);
         let known = command
             .prefill_dp_rank_opt
             .and_then(|dp_rank| self.prefills.get(&(bootstrap.clone(), dp_rank)).cloned());
@@ -201,12 +213,15 @@ impl DecodeCore {
                 asked: (bootstrap.clone(), command.prefill_dp_rank_opt),
                 is_remembered: known.is_some(),
                 unreached: BTreeMap::new(),
+                untold: BTreeSet::new(),
                 prefill_opt: None,
                 announcement_opt: None,
                 is_published: false,
                 successes: BTreeSet::new(),
+                failures: BTreeSet::new(),
                 acknowledged: BTreeSet::new(),
                 is_abort_sent: false,
+                is_ambiguous,
             },
         );
         let mut effects = vec![Effect::Changed { room }];
@@ -248,7 +263,7 @@ impl DecodeCore {
             let key = (prefill.bootstrap.clone(), prefill.dp_rank);
             self.prefills.insert(key, Arc::clone(prefill));
         }
-        if !self.is_current(room, generation) {
+        if !self.is_current(room, generation) && holds(Rule::ResolvedGeneration) {
             return vec![late("resolved")];
         }
         let has_prefill = |state: &DecodeRoom| state.prefill_opt.is_some();
@@ -285,25 +300,19 @@ impl DecodeCore {
             return;
         };
         state.touched = now;
-        let about_opt = Some((room, state.generation));
         for target in &prefill.targets {
             if self.registered.insert(target.endpoint.clone()) {
-                effects.push(Effect::Send {
-                    to: target.endpoint.clone(),
-                    message: ControlMessage::Register(Box::new(self.identity.register.clone())),
-                    about_opt,
-                });
+                let register = Box::new(self.identity.register.clone());
+                effects.push(state.send(room, target, ControlMessage::Register(register)));
             }
         }
         if self.identity.allocation_policy == PREFILL_COMPLETE {
-            let reply_to = self.identity.register.endpoint.clone();
-            effects.extend(prefill.targets.iter().map(|target| Effect::Send {
-                to: target.endpoint.clone(),
-                message: ControlMessage::Bootstrap(Bootstrap {
-                    room,
-                    reply_to: reply_to.clone(),
-                }),
-                about_opt,
+            let bootstrap = Bootstrap {
+                room,
+                reply_to: self.identity.register.endpoint.clone(),
+            };
+            effects.extend(prefill.targets.iter().map(|target| {
+                state.send(room, target, ControlMessage::Bootstrap(bootstrap.clone()))
             }));
         } else {
             state.advance(room, KvPoll::WaitingForInput, effects);
@@ -380,11 +389,7 @@ impl DecodeCore {
                     ..empty
                 }
             };
-            effects.push(Effect::Send {
-                to: target.endpoint.clone(),
-                message: ControlMessage::TransferInfo(info),
-                about_opt: Some((room, state.generation)),
-            });
+            effects.push(state.send(room, target, ControlMessage::TransferInfo(info)));
         }
     }
 
@@ -395,6 +400,39 @@ impl DecodeCore {
     }
 }
 
+#[cfg(test)]
+impl DecodeCore {
+    pub(super) fn last_generation(&self) -> u64 {
+        self.last_generation
+    }
+
+    pub(super) fn watched_of(&self, room: Room) -> Vec<Endpoint> {
+        let state_opt = self.rooms.get(&room);
+        let prefill_opt = state_opt.and_then(|state| state.prefill_opt.as_ref());
+        let targets = prefill_opt.into_iter().flat_map(|prefill| &prefill.targets);
+        targets.map(|target| target.endpoint.clone()).collect()
+    }
+
+    /// The state of a room, for the table of states and events.
+    pub(super) fn state_name(&self, room: Room) -> &'static str {
+        match self.rooms.get(&room) {
+            Some(state) => match state.poll {
+                KvPoll::Failed => "failed",
+                KvPoll::Bootstrapping => "bootstrapping",
+                KvPoll::WaitingForInput if state.is_published => "published",
+                KvPoll::WaitingForInput => "unpublished",
+                KvPoll::Transferring => "transferring",
+                KvPoll::Success => "success",
+            },
+            None => match self.tombstones.get(&room) {
+                None => "unknown",
+                Some(Epitaph::Unsettled) => "unsettled",
+                Some(_) => "cleared",
+            },
+        }
+    }
+}
+
 impl DecodeRoom {
     fn advance(&mut self, room: Room, poll: KvPoll, effects: &mut Vec<Effect>) {
         let next = advance(Some(self.poll), poll).unwrap_or(self.poll);
@@ -402,6 +440,28 @@ impl DecodeRoom {
             self.poll = next;
             effects.push(Effect::Changed { room });
         }
+    }
+
+    /// A message to a prefill rank, with a trailer if it reads one.
+    fn send(&self, room: Room, target: &PrefillTarget, message: ControlMessage) -> Effect {
+        Effect::Send {
+            to: target.endpoint.clone(),
+            message,
+            generation_opt: target.is_ferry.then_some(self.generation),
+            about_opt: Some((room, self.generation)),
+        }
+    }
+
+    /// Whether nothing more about this use can come from any prefill rank.
+    fn is_settled(&self) -> bool {
+        let Some(prefill) = self.prefill_opt.as_ref().filter(|_| self.is_published) else {
+            return true;
+        };
+        let mut writers = prefill.targets.iter().filter(|target| !target.is_dummy);
+        writers.all(|target| {
+            let said = [&self.successes, &self.failures, &self.acknowledged];
+            said.iter().any(|ranks| ranks.contains(&target.unique_rank))
+        })
     }
 
     /// The prefill rank of this number, if it is one of those that serve the room.
@@ -418,8 +478,12 @@ impl DecodeRoom {
             KvPoll::Failed => self.prefill_opt.as_ref().is_some_and(|prefill| {
                 let writers = prefill.targets.iter().filter(|target| !target.is_dummy);
                 let mut writers = writers.map(|target: &PrefillTarget| target.unique_rank);
-                writers
-                    .all(|rank| self.acknowledged.contains(&rank) || self.successes.contains(&rank))
+                let has_stopped =
+                    |rank| self.acknowledged.contains(&rank) || self.successes.contains(&rank);
+                match holds(Rule::EveryWriterStops) {
+                    true => writers.all(has_stopped),
+                    false => writers.any(has_stopped),
+                }
             }),
             _ => false,
         }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::ids::{Endpoint, Room};
+use common::ids::{Endpoint, Generation, Room};
 use common::plan::PeerPlanner;
 use common::schema::PeerLayout;
 use common::wire::{
@@ -12,20 +12,25 @@ use common::wire::{
 };
 
 use crate::rank::core::event::{Effect, PeerLink};
-use crate::rank::core::prefill::{Early, Peer, PrefillCore, deferred_status, late};
-use crate::rank::core::prefill_room::{PrefillRoom, Target};
+use crate::rank::core::prefill::{
+    Early, Peer, PrefillCore, deferred_status, deferred_status_of, late,
+};
+use crate::rank::core::prefill_room::{Age, PrefillRoom, Target};
+use crate::rank::core::rules::{Rule, holds};
 
 impl PrefillCore {
     /// A REGISTER has no answer: what cannot work is kept and told to each of the peer's rooms.
-    pub(super) fn register(&mut self, register: &Register) -> Vec<Effect> {
+    pub(super) fn register(&mut self, register: &Register, now: Instant) -> Vec<Effect> {
         let key = register.engine.key.clone();
+        let mut effects = Vec::new();
+        self.end_former_life(&register.endpoint, &key, now, &mut effects);
         if !self.peers.contains_key(&key) && self.peers.len() >= self.limits.peers {
             tracing::warn!(
                 limit = self.limits.peers,
                 peer = key,
                 "a peer beyond the limit was refused"
             );
-            return Vec::new();
+            return effects;
         }
         let identity = &self.identity;
         let layout = PeerLayout::from(register);
@@ -61,7 +66,41 @@ impl PrefillCore {
                 link,
             },
         );
-        Vec::new()
+        effects
+    }
+
+    /// A decode rank with another engine at the same address was started anew: what it announced
+    /// before is void, its former engine forgotten, and its open rooms end here. It is not told,
+    /// for it may use the same numbers by now.
+    fn end_former_life(
+        &mut self,
+        endpoint: &Endpoint,
+        key: &str,
+        now: Instant,
+        effects: &mut Vec<Effect>,
+    ) {
+        let known = self.peers.len();
+        self.peers
+            .retain(|other, peer| peer.endpoint != *endpoint || other == key);
+        let is_known_anew = self.peers.len() < known;
+        for early in self.early.values_mut() {
+            early
+                .infos
+                .retain(|(info, _)| info.endpoint != *endpoint || info.engine_key == key);
+            early
+                .bootstrap_opt
+                .take_if(|(bootstrap, _)| is_known_anew && bootstrap.reply_to == *endpoint);
+        }
+        let is_former =
+            |target: &Target| target.info.endpoint == *endpoint && target.info.engine_key != key;
+        let rooms = self.rooms.values();
+        let rooms = rooms.filter(|state| state.targets.iter().any(is_former));
+        let rooms: Vec<Room> = rooms.map(|state| state.room).collect();
+        let reason = format!("decode rank {endpoint} was started anew");
+        for room in rooms {
+            self.fail(room, &reason, Some(endpoint), now, effects);
+            self.settle(room, now, effects);
+        }
     }
 
     /// A decode rank of a shape that no known release has is told so for each of its rooms, at
@@ -102,6 +141,7 @@ impl PrefillCore {
                 prefill_rank: self.identity.unique_rank,
                 reason: Some(reason.to_owned()),
             }),
+            generation_opt: None,
             about_opt: None,
         }];
         let is_open = |state: &PrefillRoom| !state.is_cleared && !state.poll.is_terminal();
@@ -113,30 +153,72 @@ impl PrefillCore {
         effects
     }
 
-    pub(super) fn transfer_info(&mut self, info: TransferInfo, now: Instant) -> Vec<Effect> {
+    pub(super) fn transfer_info(
+        &mut self,
+        info: TransferInfo,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
         let room = info.room;
         if let Some(reason) = self.refused.get(&info.endpoint).cloned() {
             return self.refuse_room(room, info.endpoint, &reason, now);
         }
+        if self.is_over(room, &info.endpoint, generation_opt) {
+            return vec![late("transfer_info")];
+        }
         match self.rooms.get(&room) {
             Some(state) if state.poll == KvPoll::Failed && !state.is_announced() => {
                 // This decode rank does not know yet that the room has failed.
-                vec![state.send_status(&info.endpoint, self.identity.unique_rank)]
+                vec![state.send_status(&info.endpoint, generation_opt, self.identity.unique_rank)]
             }
-            Some(state) if state.poll.is_terminal() => self.keep_early(info, now),
+            Some(state) if state.poll.is_terminal() => self.keep_early(info, generation_opt, now),
             Some(_) => {
                 let mut effects = Vec::new();
-                self.add_info(info, now, &mut effects);
+                self.add_info(info, generation_opt, now, &mut effects);
                 effects
             }
-            None => self.keep_early(info, now),
+            None => self.keep_early(info, generation_opt, now),
         }
     }
 
-    fn keep_early(&mut self, info: TransferInfo, now: Instant) -> Vec<Effect> {
+    /// Whether this use of the room is over: the decode rank has given it up, and may have been
+    /// promised that nothing is written for it, or it has ended.
+    fn is_over(&self, room: Room, endpoint: &Endpoint, generation_opt: Option<Generation>) -> bool {
+        let Some(generation) = generation_opt else {
+            return false;
+        };
+        let ended = self
+            .rooms
+            .get(&room)
+            .filter(|state| state.poll.is_terminal());
+        let ended_opt = ended.and_then(|state| state.generation_of(endpoint));
+        let known_opt = self.over.get(&(room, endpoint.clone()));
+        let newest_opt = known_opt.max(ended_opt.map(Generation::get));
+        newest_opt.is_some_and(|newest| generation.get() <= newest) && holds(Rule::OverIsOver)
+    }
+
+    /// A use of the room is over for a decode rank.
+    pub(super) fn end_use(
+        &mut self,
+        room: Room,
+        endpoint: &Endpoint,
+        generation: u64,
+        now: Instant,
+    ) {
+        let key = (room, endpoint.clone());
+        let newest = self.over.lift(&key).unwrap_or(generation);
+        self.over.lay(key, newest.max(generation), now);
+    }
+
+    fn keep_early(
+        &mut self,
+        info: TransferInfo,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
         let room = info.room;
         let mut effects = Vec::new();
-        if self.tombstones.get(room).is_some() {
+        if self.tombstones.get(&room).is_some() {
             // Early metadata of the next use cannot be told from late metadata of the last.
             effects.push(late("transfer_info"));
         }
@@ -147,10 +229,13 @@ impl PrefillCore {
         match early
             .infos
             .iter_mut()
-            .find(|known| known.endpoint == info.endpoint)
+            .find(|(known, _)| known.endpoint == info.endpoint)
         {
-            Some(known) => *known = info,
-            None => early.infos.push(info),
+            Some((_, known_opt)) if generation_opt.is_some() && *known_opt > generation_opt => {
+                effects.push(late("transfer_info"));
+            }
+            Some(known) => *known = (info, generation_opt),
+            None => early.infos.push((info, generation_opt)),
         }
         effects
     }
@@ -177,14 +262,31 @@ impl PrefillCore {
     }
 
     /// One more decode rank says where the room must land.
-    pub(super) fn add_info(&mut self, info: TransferInfo, now: Instant, effects: &mut Vec<Effect>) {
+    pub(super) fn add_info(
+        &mut self,
+        info: TransferInfo,
+        generation_opt: Option<Generation>,
+        now: Instant,
+        effects: &mut Vec<Effect>,
+    ) {
         let room = info.room;
+        let rank = self.identity.unique_rank;
         let Some(state) = self.rooms.get_mut(&room) else {
             return;
         };
         if state.poll.is_terminal() {
-            effects.push(state.send_status(&info.endpoint, self.identity.unique_rank));
+            effects.push(state.send_status(&info.endpoint, generation_opt, rank));
             return;
+        }
+        match state.age_of(&info.endpoint, generation_opt) {
+            Age::Older => return effects.push(late("transfer_info")),
+            Age::Newer => {
+                let endpoint = &info.endpoint;
+                let reason = format!("decode rank {endpoint} uses the room's number again");
+                self.fail(room, &reason, Some(endpoint), now, effects);
+                return effects.extend(self.keep_early(info, generation_opt, now));
+            }
+            Age::Same => {}
         }
         if let Some(known) = state
             .targets
@@ -214,9 +316,10 @@ impl PrefillCore {
                 message: ControlMessage::Status(Status {
                     room,
                     poll: KvPoll::Failed,
-                    prefill_rank: self.identity.unique_rank,
+                    prefill_rank: rank,
                     reason: Some(reason),
                 }),
+                generation_opt,
                 about_opt: None,
             });
             return;
@@ -229,6 +332,7 @@ impl PrefillCore {
             Ok(link_opt) => {
                 state.targets.push(Target {
                     info,
+                    generation_opt,
                     dst_pages,
                     link_opt,
                 });
@@ -238,6 +342,7 @@ impl PrefillCore {
                 // It is to be told like the others.
                 state.targets.push(Target {
                     info,
+                    generation_opt,
                     dst_pages,
                     link_opt: None,
                 });
@@ -253,27 +358,72 @@ impl PrefillCore {
         }
     }
 
-    pub(super) fn bootstrap(&mut self, bootstrap: Bootstrap, now: Instant) -> Vec<Effect> {
+    pub(super) fn deferred_bootstrap(
+        &mut self,
+        bootstrap: Bootstrap,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
         let (room, rank) = (bootstrap.room, self.identity.unique_rank);
+        if self.is_over(room, &bootstrap.reply_to, generation_opt) {
+            return vec![late("bootstrap")];
+        }
         // After Success the decode can only mean the next use of the number.
         let current = self
             .rooms
             .get_mut(&room)
             .filter(|state| !state.is_cleared && state.poll != KvPoll::Success);
         let Some(state) = current else {
-            let early = self.early_entry(room, now);
-            early
-                .given_up
-                .retain(|who| who.as_ref().is_some_and(|who| *who != bootstrap.reply_to));
-            early.bootstrap_opt = Some(bootstrap);
-            return Vec::new();
+            return self.keep_early_bootstrap(bootstrap, generation_opt, now);
         };
+        match state.age_of(&bootstrap.reply_to, generation_opt) {
+            Age::Older => return vec![late("bootstrap")],
+            Age::Newer => {
+                let endpoint = &bootstrap.reply_to;
+                let reason = format!("decode rank {endpoint} uses the room's number again");
+                let mut effects = Vec::new();
+                self.fail(room, &reason, Some(endpoint), now, &mut effects);
+                effects.extend(self.keep_early_bootstrap(bootstrap, generation_opt, now));
+                return effects;
+            }
+            Age::Same => {}
+        }
+        let is_first = state.deferred.endpoint().is_none();
+        if is_first {
+            state.deferred_generation_opt = generation_opt;
+        }
+        let is_known = is_first || state.deferred.endpoint() == Some(&bootstrap.reply_to);
         let notice_opt = state.deferred.register(bootstrap.reply_to);
-        let generation = state.generation;
         notice_opt
-            .map(|notice| deferred_status(room, generation, &notice, rank))
+            .map(|notice| match is_known {
+                true => deferred_status(state, &notice, rank),
+                // A second decode rank is told of its own use.
+                false => deferred_status_of(state, &notice, generation_opt, rank),
+            })
             .into_iter()
             .collect()
+    }
+
+    fn keep_early_bootstrap(
+        &mut self,
+        bootstrap: Bootstrap,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let early = self.early_entry(bootstrap.room, now);
+        let known_opt = early.bootstrap_opt.as_ref();
+        if known_opt.is_some_and(|(known, known_opt)| {
+            known.reply_to == bootstrap.reply_to
+                && generation_opt.is_some()
+                && *known_opt > generation_opt
+        }) {
+            return vec![late("bootstrap")];
+        }
+        early
+            .given_up
+            .retain(|who| who.as_ref().is_some_and(|who| *who != bootstrap.reply_to));
+        early.bootstrap_opt = Some((bootstrap, generation_opt));
+        Vec::new()
     }
 }
 

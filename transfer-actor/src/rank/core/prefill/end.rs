@@ -2,12 +2,14 @@
 
 use std::time::Instant;
 
-use common::ids::{Endpoint, Room};
+use common::ids::{Endpoint, Generation, Room};
 use common::wire::{Abort, AbortAck, ControlMessage, KvPoll};
 
 use crate::error::ApiError;
 use crate::rank::core::event::{ComponentOutcome, ComponentReport, Effect};
 use crate::rank::core::prefill::{PrefillCore, deferred_status, late};
+use crate::rank::core::prefill_room::Age;
+use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::Epitaph;
 
 impl PrefillCore {
@@ -16,16 +18,22 @@ impl PrefillCore {
         let room = abort.room;
         let mut effects = Vec::new();
         let asker = abort.reply_to.clone().zip(abort.generation);
+        if let Some((endpoint, generation)) = &asker
+            && let Ok(generation) = u64::try_from(*generation)
+        {
+            self.end_use(room, endpoint, generation, now);
+        }
         // Beside a room that has ended, an early one is the next use of its number, and then it is
         // the one that the decode means.
         let is_early = self.early.contains_key(&room);
         if let Some(early) = self.early.get_mut(&room)
+            && !early.is_newer(abort)
             && !early.given_up.contains(&abort.reply_to)
         {
-            early.given_up.push(abort.reply_to.clone());
+            early.give_up(abort.reply_to.clone());
         }
         let Some(state) = self.rooms.get_mut(&room) else {
-            let epitaph_opt = self.tombstones.get(room);
+            let epitaph_opt = self.tombstones.get(&room);
             match epitaph_opt {
                 _ if is_early => {}
                 Some(_) => effects.push(late("abort")),
@@ -38,6 +46,12 @@ impl PrefillCore {
             effects.extend(asker.map(|(to, generation)| self.ack(room, to, generation)));
             return effects;
         };
+        if let Some((endpoint, generation)) = &asker {
+            let generation = u64::try_from(*generation).map(Generation).ok();
+            if state.age_of(endpoint, generation) == Age::Older {
+                return vec![late("abort")];
+            }
+        }
         if let Some(asker) = asker
             && !state.abort_askers.contains(&asker)
         {
@@ -94,7 +108,7 @@ impl PrefillCore {
         let current = self
             .rooms
             .get_mut(&key.room)
-            .filter(|state| state.generation == key.generation);
+            .filter(|state| state.generation == key.generation || !holds(Rule::ReportGeneration));
         let Some(state) = current else {
             let died = matches!(outcome, ComponentOutcome::Died { .. });
             return if died {
@@ -104,7 +118,8 @@ impl PrefillCore {
             };
         };
         let mut effects = Vec::new();
-        if let Some(reason) = state.report(&key, &outcome, now) {
+        let failure_opt = state.report(&key, &outcome, now);
+        if let Some(reason) = failure_opt.filter(|_| holds(Rule::FailedWriteFails)) {
             let label = self.identity.layout.component_label(key.component);
             let reason = format!("{label} to decode rank {}: {reason}", key.endpoint);
             self.fail(key.room, &reason, None, now, &mut effects);
@@ -129,24 +144,24 @@ impl PrefillCore {
         let Some(state) = self.rooms.get_mut(&room) else {
             return;
         };
-        if state.poll.is_terminal() {
+        if state.poll.is_terminal() && holds(Rule::EndIsFinal) {
             return;
         }
         state.reason_opt.get_or_insert_with(|| reason.to_owned());
         state.finish(KvPoll::Failed, now, effects);
         state.cancel(effects);
-        let told = state.targets.iter().map(|target| &target.info.endpoint);
-        let mut told: Vec<&Endpoint> = told
-            .filter(|endpoint| Some(*endpoint) != except_opt)
-            .collect();
-        told.dedup();
+        let told = state
+            .targets
+            .iter()
+            .filter(|target| Some(&target.info.endpoint) != except_opt);
         effects.extend(
-            told.into_iter()
-                .map(|endpoint| state.send_status(endpoint, rank)),
+            told.map(|target| {
+                state.send_status(&target.info.endpoint, target.generation_opt, rank)
+            }),
         );
         let generation = state.generation;
         if let Some(notice) = state.deferred.close(generation, false) {
-            effects.push(deferred_status(room, generation, &notice, rank));
+            effects.push(deferred_status(state, &notice, rank));
         }
     }
 
@@ -154,32 +169,43 @@ impl PrefillCore {
     /// and the end of a room that the engine has cleared.
     pub(super) fn settle(&mut self, room: Room, now: Instant, effects: &mut Vec<Effect>) {
         let rank = self.identity.unique_rank;
-        let Some(state) = self.rooms.get_mut(&room).filter(|state| state.pending == 0) else {
+        let Some(state) = self.rooms.get_mut(&room) else {
             return;
         };
-        if state.is_last_sent && !state.poll.is_terminal() {
+        if state.poll.is_terminal() {
+            let (proved, waiting) = std::mem::take(&mut state.abort_askers)
+                .into_iter()
+                .partition(|(to, generation)| state.may_acknowledge(to, *generation));
+            state.abort_askers = waiting;
+            effects.extend(
+                proved
+                    .into_iter()
+                    .map(|(to, generation)| ack(room, to, generation, rank)),
+            );
+        }
+        let is_drained = state.pending == 0;
+        let is_written = (state.is_last_sent || !holds(Rule::SuccessAfterLastChunk))
+            && (is_drained || !holds(Rule::SuccessAfterReports));
+        if is_written && !state.poll.is_terminal() {
             state.finish(KvPoll::Success, now, effects);
             if !self.identity.is_deferred {
                 effects.extend(state.send_status_to_all(rank));
             }
             state.stop(effects);
         }
-        if state.poll.is_terminal() && !state.is_poisoned {
-            let askers = std::mem::take(&mut state.abort_askers);
-            effects.extend(
-                askers
-                    .into_iter()
-                    .map(|(to, generation)| ack(room, to, generation, rank)),
-            );
-        }
-        if state.is_cleared {
+        if state.is_cleared && (is_drained || !holds(Rule::ClearedRoomDrains)) {
             state.stop(effects);
-            let epitaph = if state.is_poisoned {
+            let epitaph = if state.is_poisoned || state.was_poisoned {
                 Epitaph::Poisoned
             } else {
                 Epitaph::Cleared
             };
-            self.rooms.remove(&room);
+            let forgotten = self.rooms.remove(&room);
+            for target in forgotten.iter().flat_map(|state| &state.targets) {
+                if let Some(generation) = target.generation_opt {
+                    self.end_use(room, &target.info.endpoint, generation.get(), now);
+                }
+            }
             self.tombstones.lay(room, epitaph, now);
         }
     }
@@ -187,6 +213,7 @@ impl PrefillCore {
     pub(super) fn tick(&mut self, now: Instant) -> Vec<Effect> {
         let mut effects = Vec::new();
         self.tombstones.expire(now);
+        self.over.expire(now);
         let lifetime = self.timeouts.bootstrap;
         self.early
             .retain(|_, early| now.duration_since(early.since) < lifetime);
@@ -204,7 +231,8 @@ impl PrefillCore {
                 KvPoll::Transferring => (timeouts.waiting, "the engine sent no further chunk"),
                 KvPoll::Failed | KvPoll::Success => (timeouts.retention, ""),
             };
-            (now.duration_since(state.touched) >= limit).then_some((state.room, limit, reason))
+            let is_overdue = now.duration_since(state.touched) >= limit;
+            (is_overdue && state.is_timed()).then_some((state.room, limit, reason))
         });
         let overdue: Vec<_> = overdue.collect();
         for (room, limit, reason) in overdue {
@@ -250,6 +278,7 @@ fn ack(room: Room, to: Endpoint, generation: i64, rank: i64) -> Effect {
     Effect::Send {
         to,
         message,
+        generation_opt: None,
         about_opt: None,
     }
 }

@@ -12,13 +12,14 @@ use common::plan::PlannerOptions;
 use common::room::DeferredNotice;
 use common::schema::RankLayout;
 use common::topology::ParallelConfig;
-use common::wire::{Bootstrap, ControlMessage, KvPoll, Status, TransferInfo};
+use common::wire::{Abort, Bootstrap, ControlMessage, KvPoll, Status, TransferInfo};
 use serde::Serialize;
 
 use crate::api::{RoomView, TransferView};
 use crate::error::ApiError;
 use crate::rank::core::event::{ChunkCommand, Counted, Effect, Event, OpenCommand, PeerLink};
 use crate::rank::core::prefill_room::PrefillRoom;
+use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::{Epitaph, Tombstones};
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
 
@@ -66,13 +67,44 @@ pub struct PeerSummary {
 #[derive(Debug)]
 struct Early {
     since: Instant,
-    infos: Vec<TransferInfo>,
-    bootstrap_opt: Option<Bootstrap>,
+    infos: Vec<(TransferInfo, Option<Generation>)>,
+    bootstrap_opt: Option<(Bootstrap, Option<Generation>)>,
     /// Decode ranks that gave the room up and did not announce it again since; `None` is one that
     /// did not say who it is. They may have been promised that nothing is written.
     given_up: Vec<Option<Endpoint>>,
     /// Why the room cannot be served, when one of its decode ranks cannot be understood.
     refused_opt: Option<String>,
+}
+
+impl Early {
+    /// A decode rank gives the room up. What it had announced is forgotten with it, so that its
+    /// next announcement cannot bring old places back.
+    fn give_up(&mut self, who_opt: Option<Endpoint>) {
+        if let Some(who) = &who_opt {
+            self.infos.retain(|(info, _)| info.endpoint != *who);
+            self.bootstrap_opt
+                .take_if(|(bootstrap, _)| bootstrap.reply_to == *who);
+        }
+        self.given_up.push(who_opt);
+    }
+
+    /// Whether the decode rank has announced a newer use than the one that it gives up.
+    fn is_newer(&self, abort: &Abort) -> bool {
+        let Some(generation) = abort.generation.and_then(|it| u64::try_from(it).ok()) else {
+            return false;
+        };
+        let is_theirs = |endpoint: &Endpoint| Some(endpoint) == abort.reply_to.as_ref();
+        let infos = self.infos.iter();
+        let infos = infos.filter(|(info, _)| is_theirs(&info.endpoint));
+        let bootstraps = self.bootstrap_opt.iter();
+        let bootstraps = bootstraps.filter(|(bootstrap, _)| is_theirs(&bootstrap.reply_to));
+        let announced = infos
+            .map(|(_, it)| *it)
+            .chain(bootstraps.map(|(_, it)| *it));
+        announced
+            .flatten()
+            .any(|announced| announced.get() > generation)
+    }
 }
 
 /// All rooms and peers of one prefill rank.
@@ -84,9 +116,12 @@ pub struct PrefillCore {
     peers: HashMap<String, Peer>,
     /// Decode ranks whose REGISTER could not be understood, and why.
     refused: HashMap<Endpoint, String>,
-    rooms: HashMap<Room, PrefillRoom>,
+    rooms: BTreeMap<Room, PrefillRoom>,
     early: BTreeMap<Room, Early>,
     tombstones: Tombstones,
+    /// The newest of a decode rank's generations of a room that is over here: aborted, or ended.
+    /// What is announced of it comes too late.
+    over: Tombstones<(Room, Endpoint), u64>,
     last_generation: u64,
 }
 
@@ -99,16 +134,19 @@ impl PrefillCore {
             limits,
             peers: HashMap::new(),
             refused: HashMap::new(),
-            rooms: HashMap::new(),
+            rooms: BTreeMap::new(),
             early: BTreeMap::new(),
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
+            over: Tombstones::new(limits.tombstones, timeouts.tombstone),
             last_generation: 0,
         }
     }
 
     pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
         match event {
-            Event::Message(message) => Reaction::done(self.message(message, now)),
+            Event::Message(message, generation_opt) => {
+                Reaction::done(self.message(message, generation_opt, now))
+            }
             Event::Unreadable { sender, reason } => {
                 Reaction::done(self.unreadable(sender, &reason, now))
             }
@@ -193,12 +231,19 @@ impl PrefillCore {
         peers
     }
 
-    fn message(&mut self, message: ControlMessage, now: Instant) -> Vec<Effect> {
+    fn message(
+        &mut self,
+        message: ControlMessage,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
         match message {
-            ControlMessage::Register(register) => self.register(&register),
-            ControlMessage::TransferInfo(info) => self.transfer_info(info, now),
+            ControlMessage::Register(register) => self.register(&register, now),
+            ControlMessage::TransferInfo(info) => self.transfer_info(info, generation_opt, now),
             ControlMessage::Abort(abort) => self.peer_abort(&abort, now),
-            ControlMessage::Bootstrap(bootstrap) => self.bootstrap(bootstrap, now),
+            ControlMessage::Bootstrap(bootstrap) => {
+                self.deferred_bootstrap(bootstrap, generation_opt, now)
+            }
             // A decode's messages come to prefill ranks only; the others are nobody's.
             other => vec![late(other.kind())],
         }
@@ -230,9 +275,11 @@ impl PrefillCore {
         let mut state = PrefillRoom::new(room, generation, command.aux_index_opt, now);
         let failed_before = state.deferred.open(generation) == Some(true);
         debug_assert!(!failed_before, "a new room has not failed");
+        let epitaph_opt = self.tombstones.lift(&room);
+        state.was_poisoned = epitaph_opt == Some(Epitaph::Poisoned);
         self.rooms.insert(room, state);
         let mut effects = vec![Effect::Changed { room }];
-        let was_given_up = self.tombstones.lift(room) == Some(Epitaph::GivenUp);
+        let was_given_up = epitaph_opt == Some(Epitaph::GivenUp);
         let Some(early) = self.early.remove(&room) else {
             if was_given_up {
                 self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
@@ -245,17 +292,11 @@ impl PrefillCore {
         } else if !early.given_up.is_empty() {
             self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
         }
-        let has_given_up = |who: &Endpoint| early.given_up.iter().flatten().any(|one| one == who);
-        if let Some(bootstrap) = early
-            .bootstrap_opt
-            .filter(|bootstrap| !has_given_up(&bootstrap.reply_to))
-        {
-            effects.extend(self.bootstrap(bootstrap, now));
+        if let Some((bootstrap, generation_opt)) = early.bootstrap_opt {
+            effects.extend(self.deferred_bootstrap(bootstrap, generation_opt, now));
         }
-        for info in early.infos {
-            if !has_given_up(&info.endpoint) {
-                self.add_info(info, now, &mut effects);
-            }
+        for (info, generation_opt) in early.infos {
+            self.add_info(info, generation_opt, now, &mut effects);
         }
         Ok(effects)
     }
@@ -266,7 +307,7 @@ impl PrefillCore {
             Err(error) => return Reaction::refused(error),
         };
         let refused = |code, message: String| Reaction::refused(ApiError::new(409, code, message));
-        if state.poll == KvPoll::Failed {
+        if state.poll == KvPoll::Failed && holds(Rule::NoWriteAfterFailure) {
             let reason = state.reason_opt.clone().unwrap_or_default();
             return refused("room_failed", format!("room {room} has failed: {reason}"));
         }
@@ -306,7 +347,7 @@ impl PrefillCore {
         let generation = state.generation;
         let notice_opt = state.deferred.complete(generation);
         Ok(notice_opt
-            .map(|notice| deferred_status(room, generation, &notice, rank))
+            .map(|notice| deferred_status(state, &notice, rank))
             .into_iter()
             .collect())
     }
@@ -319,10 +360,48 @@ impl PrefillCore {
     }
 }
 
-fn deferred_status(
-    room: Room,
-    generation: Generation,
+#[cfg(test)]
+impl PrefillCore {
+    pub(super) fn last_generation(&self) -> u64 {
+        self.last_generation
+    }
+
+    /// The decode rank's own generation of a room, as it announced it.
+    pub(super) fn announced_generation(&self, room: Room, who: &Endpoint) -> Option<Generation> {
+        self.rooms.get(&room)?.generation_of(who)
+    }
+
+    /// The state of a room, for the table of states and events.
+    pub(super) fn state_name(&self, room: Room) -> &'static str {
+        match self.rooms.get(&room) {
+            Some(state) if state.is_cleared => "draining",
+            Some(state) => match state.poll {
+                KvPoll::Failed => "failed",
+                KvPoll::Bootstrapping => "bootstrapping",
+                KvPoll::WaitingForInput => "waiting",
+                KvPoll::Transferring => "transferring",
+                KvPoll::Success => "success",
+            },
+            None if self.early.contains_key(&room) => "early",
+            None => match self.tombstones.get(&room) {
+                None | Some(Epitaph::Unsettled) => "unknown",
+                Some(Epitaph::Cleared) => "cleared",
+                Some(Epitaph::GivenUp) => "given_up",
+                Some(Epitaph::Poisoned) => "poisoned",
+            },
+        }
+    }
+}
+
+fn deferred_status(state: &PrefillRoom, notice: &DeferredNotice, rank: i64) -> Effect {
+    let generation_opt = state.generation_of(&notice.endpoint);
+    deferred_status_of(state, notice, generation_opt, rank)
+}
+
+fn deferred_status_of(
+    state: &PrefillRoom,
     notice: &DeferredNotice,
+    generation_opt: Option<Generation>,
     rank: i64,
 ) -> Effect {
     let (poll, reason) = if notice.failed {
@@ -333,12 +412,13 @@ fn deferred_status(
     Effect::Send {
         to: notice.endpoint.clone(),
         message: ControlMessage::Status(Status {
-            room,
+            room: state.room,
             poll,
             prefill_rank: rank,
             reason,
         }),
-        about_opt: Some((room, generation)),
+        generation_opt,
+        about_opt: Some((state.room, state.generation)),
     }
 }
 

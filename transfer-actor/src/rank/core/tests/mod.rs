@@ -8,6 +8,7 @@ mod prefill;
 mod prefill_end;
 mod properties;
 mod rank;
+mod simulation;
 
 use std::time::{Duration, Instant};
 
@@ -162,6 +163,7 @@ impl Engines {
             layout: layout(self.attention, self.decode_tp),
             register: self.register(rank),
             allocation_policy: self.policy.to_owned(),
+            first_generation: 0,
         };
         let core = DecodeCore::new(identity, TIMEOUTS, self.limits);
         Rank::new(RankCore::Decode(Box::new(core)))
@@ -237,6 +239,7 @@ impl Engines {
             endpoint: prefill_endpoint(*rank),
             is_dummy: mapping.is_dummy(is_mla, *rank),
             unique_rank: i64::from(*rank),
+            is_ferry: false,
         });
         ResolvedPrefill {
             bootstrap: BOOTSTRAP.to_owned(),

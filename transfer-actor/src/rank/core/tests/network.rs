@@ -203,7 +203,7 @@ impl Network {
             }
             return;
         }
-        self.event(to, Event::Message(message));
+        self.event(to, Event::Message(message, None));
     }
 
     fn end_work(&mut self) {

@@ -423,6 +423,7 @@ fn rooms_peers_and_early_rooms_are_bounded() {
     let mut rank = registered_of(engines);
     let mut other = engines.register(0);
     other.engine.key = "another".to_owned();
+    other.endpoint = decode_endpoint(1);
     rank.message(ControlMessage::Register(Box::new(other)));
     let RankCore::Prefill(core) = &rank.core else {
         panic!("a prefill");
@@ -450,4 +451,29 @@ fn rooms_peers_and_early_rooms_are_bounded() {
     rank.event(open(9));
     rank.event(Event::Clear { room: room(9) });
     assert_eq!(rank.core.census().tombstones, 2);
+}
+
+#[test]
+fn what_a_decode_rank_announced_before_it_was_started_anew_is_void() {
+    let mut rank = registered();
+    rank.message(info(1));
+    rank.event(open(2));
+    rank.message(info(2));
+    assert_eq!(rank.status(2), RoomStatus::WaitingForInput);
+    let mut anew = Engines::one_to_one().register(0);
+    anew.engine.key = "its next life".to_owned();
+    let done = rank.message(ControlMessage::Register(Box::new(anew)));
+    assert_eq!(rank.status(2), RoomStatus::Failed);
+    assert!(
+        rank.reason(2).contains("was started anew"),
+        "{}",
+        rank.reason(2)
+    );
+    assert_eq!(done.statuses(), [], "it may use the same numbers by now");
+    rank.event(open(1));
+    assert_eq!(rank.status(1), RoomStatus::Bootstrapping);
+    let RankCore::Prefill(core) = &rank.core else {
+        panic!("a prefill");
+    };
+    assert_eq!(core.peers().len(), 1, "its former engine is forgotten");
 }

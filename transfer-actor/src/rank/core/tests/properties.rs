@@ -117,7 +117,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         ComponentOutcome::Died { panicked: true },
     ]);
     let step = prop_oneof![
-        6 => messages().prop_map(|message| Step::Happens(Event::Message(message))),
+        6 => messages().prop_map(|message| Step::Happens(Event::Message(message, None))),
         6 => commands().prop_map(Step::Happens),
         6 => (any::<usize>(), outcomes).prop_map(|(place, outcome)| Step::Ends(place, outcome)),
         1 => (0..40_u64).prop_map(|count| Step::Passes(seconds(count))),
@@ -211,6 +211,7 @@ impl Watched {
                 to,
                 message: ControlMessage::Status(status),
                 about_opt: Some(about),
+                ..
             } => {
                 if status.poll == KvPoll::Failed {
                     self.failed_told.insert(about);
@@ -270,7 +271,7 @@ proptest! {
         let mut watched = Watched::new(engines.prefill(0));
         for rank in 0..2 {
             let register = Box::new(engines.register(rank));
-            watched.event(Event::Message(ControlMessage::Register(register)));
+            watched.event(Event::Message(ControlMessage::Register(register), None));
         }
         for step in steps {
             watched.step(step);

@@ -35,7 +35,7 @@ impl Rank {
 
     #[track_caller]
     pub fn message(&mut self, message: ControlMessage) -> Done {
-        self.event(Event::Message(message))
+        self.event(Event::Message(message, None))
     }
 
     #[track_caller]

@@ -1,0 +1,228 @@
+//! An io engine that writes into the memory of other ranks: in time, late, half, or never.
+
+use super::memory::{Range, Request};
+use super::world::{Happening, Site, World, engine_key};
+use crate::rank::core::Work;
+use crate::rank::core::tests::*;
+
+/// A write that may still land.
+#[derive(Clone, Debug)]
+pub struct Running {
+    pub site: Site,
+    pub life: u32,
+    pub key: ComponentKey,
+    pub request: Request,
+    pub begun: Duration,
+    /// Whose items it writes to, if the decode rank's announcement told its generation.
+    holder_opt: Option<Request>,
+    /// The engine that is written to.
+    target: String,
+    ranges: Vec<Range>,
+    pub is_reported: bool,
+    has_landed: bool,
+}
+
+impl World {
+    /// Begins a write and decides how it will end.
+    pub fn begin(&mut self, site: Site, key: ComponentKey, work: &Work) -> Result<(), String> {
+        let place = &self.places[site];
+        let life = place.life;
+        let link = place
+            .links
+            .get(&key)
+            .ok_or("work for an actor that was not started")?;
+        let planned = crate::component::plan(link, key.component, work)
+            .map_err(|error| format!("checked work cannot be planned: {error}"))?;
+        let mut ranges = Vec::new();
+        for pair in planned.pairs() {
+            ranges.extend(pair.runs.iter_ranges().map(|range| Range {
+                component: key.component,
+                dst_tensor: pair.dst,
+                src: range.src.get(),
+                dst: range.dst.get(),
+                len: range.len.get(),
+            }));
+        }
+        let binding = (site, life, key.room, key.generation);
+        let request = *self
+            .bound
+            .get(&binding)
+            .ok_or("work for a use that nobody opened")?;
+        let holder_opt = self.holder_of(site, &key);
+        let number = self.works.len() as u64;
+        self.works.insert(
+            number,
+            Running {
+                site,
+                life,
+                key: key.clone(),
+                request,
+                begun: self.now,
+                holder_opt,
+                target: link.engine.key.clone(),
+                ranges,
+                is_reported: false,
+                has_landed: false,
+            },
+        );
+        let mut end = self.now + self.random.between(1, 40);
+        if !self.random.percent(self.weather.io_faults) {
+            self.at(end, Happening::Land(number));
+            self.at(end, Happening::Report(number, moved()));
+            return Ok(());
+        }
+        let died = ComponentOutcome::Died { panicked: true };
+        match self.random.below(6) {
+            // Slow, beyond its timeout perhaps.
+            0 => {
+                end += self.random.between(500, 9000);
+                self.at(end, Happening::Land(number));
+                self.at(end, Happening::Report(number, moved()));
+            }
+            1 => self.at(end, Happening::Report(number, failed(true))),
+            // Nobody can vouch for it, and it lands later.
+            fate @ (2 | 3) => {
+                let outcome = if fate == 2 { failed(false) } else { died };
+                self.at(end, Happening::Report(number, outcome));
+                let late = end + self.random.between(0, 8000);
+                self.at(late, Happening::Land(number));
+            }
+            4 => self.at(end, Happening::Report(number, died)),
+            // Never reported.
+            _ => {
+                let late = end + self.random.between(0, 30_000);
+                self.at(late, Happening::Land(number));
+            }
+        }
+        self.log(|| format!("write {number} of {key:?} has a fault"));
+        Ok(())
+    }
+
+    /// Which request of the decode rank the prefill takes this write to be for.
+    fn holder_of(&self, site: Site, key: &ComponentKey) -> Option<Request> {
+        let RankCore::Prefill(core) = &self.places[site].core else {
+            return None;
+        };
+        let generation = core.announced_generation(key.room, &key.endpoint)?;
+        let mut places = self.places.iter();
+        let decode = places.position(|place| place.endpoint == key.endpoint)?;
+        let binding = (decode, self.places[decode].life, key.room, generation);
+        self.bound.get(&binding).copied()
+    }
+
+    pub fn cancel(&mut self, site: Site, key: &ComponentKey) {
+        let life = self.places[site].life;
+        let running = self.works.iter().filter(|(_, work)| {
+            (work.site, work.life, &work.key) == (site, life, key)
+                && !work.is_reported
+                && !work.has_landed
+        });
+        let running: Vec<u64> = running.map(|(number, _)| *number).collect();
+        for number in running {
+            if self.random.percent(60) {
+                // It writes nothing more; its report is on its way.
+                let when = self.now + self.random.between(0, 10);
+                if let Some(work) = self.works.get_mut(&number) {
+                    work.ranges.clear();
+                }
+                self.at(when, Happening::Report(number, failed(true)));
+            }
+        }
+    }
+
+    pub fn report(&mut self, number: u64, outcome: ComponentOutcome) -> Result<(), String> {
+        let Some(work) = self.works.get_mut(&number) else {
+            return Ok(());
+        };
+        if std::mem::replace(&mut work.is_reported, true) {
+            return Ok(());
+        }
+        if matches!(
+            outcome,
+            ComponentOutcome::Failed {
+                is_quiesced: true,
+                ..
+            }
+        ) {
+            work.ranges.clear();
+        }
+        let (site, key) = (work.site, work.key.clone());
+        if matches!(outcome, ComponentOutcome::Died { .. }) {
+            // The actor takes all of its work with it.
+            let theirs = self.works.values_mut().filter(|work| work.key == key);
+            theirs
+                .filter(|work| work.site == site)
+                .for_each(|work| work.is_reported = true);
+        }
+        self.event(site, Event::Component(ComponentReport { key, outcome }))
+    }
+
+    /// The bytes of a write reach the other side's memory.
+    pub fn land(&mut self, number: u64) -> Result<(), String> {
+        let Some(work) = self.works.get_mut(&number) else {
+            return Ok(());
+        };
+        if std::mem::replace(&mut work.has_landed, true) {
+            return Ok(());
+        }
+        let work = work.clone();
+        self.log(|| format!("write {number} of {:?} lands", work.key));
+        let is_target = |site: &Site| {
+            self.places[*site].is_alive && engine_key(*site, self.places[*site].life) == work.target
+        };
+        let Some(target) = (0..self.places.len()).find(is_target) else {
+            return Ok(());
+        };
+        for range in &work.ranges {
+            let writer = &self.places[work.site];
+            let is_there = writer.is_alive && writer.life == work.life;
+            // What left a process before it died had been read from its memory.
+            let source_opt = match is_there {
+                true => writer.memory.source(range),
+                false => Some(work.request),
+            };
+            if source_opt != Some(work.request) {
+                return Err(format!(
+                    "a write of request {} reads a source that {source_opt:?} holds: {:?}",
+                    work.request, work.key
+                ));
+            }
+            let outcomes = &self.outcomes;
+            let has_succeeded = |request| {
+                let outcome_opt = outcomes.get(&(target, request));
+                outcome_opt.is_some_and(|(status, _)| *status == RoomStatus::Success)
+            };
+            let memory = &mut self.places[target].memory;
+            memory.land(
+                range,
+                work.request,
+                work.holder_opt,
+                source_opt,
+                has_succeeded,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The process of a rank is gone; what it had given to the kernel may still land.
+    pub fn let_go_of_works(&mut self, site: Site) {
+        let life = self.places[site].life;
+        let theirs = self.works.iter_mut();
+        let theirs = theirs.filter(|(_, work)| (work.site, work.life) == (site, life));
+        let mut landing = Vec::new();
+        for (number, work) in theirs {
+            if !work.has_landed && !work.ranges.is_empty() {
+                landing.push((*number, std::mem::take(&mut work.ranges)));
+            }
+        }
+        for (number, ranges) in landing {
+            if self.random.percent(30) {
+                let when = self.now + self.random.between(0, 300);
+                if let Some(work) = self.works.get_mut(&number) {
+                    work.ranges = ranges;
+                }
+                self.at(when, Happening::Land(number));
+            }
+        }
+    }
+}
