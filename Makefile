@@ -80,6 +80,12 @@ test-sim: cargo nextest ## The rank's rules under SIM_SEEDS=20000 simulated runs
 	FERRY_SIM_SEEDS=$(SIM_SEEDS) $(CARGO) nextest run --package transfer-actor --lib --locked $(OPTIMISED) \
 	  --run-ignored all --success-output final --no-fail-fast -E 'test(/::simulation::/)'
 
+.PHONY: test-limits
+test-limits: cargo nextest ## One rank under 1,000,000 orphan rooms, as many malformed messages, and 2,000 peers (smaller in `test`)
+	ulimit -n $$(ulimit -Hn); FERRY_FLOOD=$${FERRY_FLOOD:-1000000} FERRY_PEERS=$${FERRY_PEERS:-2000} \
+	  $(CARGO) nextest run --package transfer-actor --lib --locked $(OPTIMISED) \
+	  --test-threads 1 --success-output final --no-fail-fast -E 'test(/::limits::/)'
+
 test-rdma: cargo verbs-headers ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
 	tests/rdma-vm/setup.sh
 	$(RDMA_BUILD) $(CARGO) clippy --package io-engine --package transfer-actor --package demo --package ferry-python \

@@ -27,6 +27,8 @@ pub const ROOM_SECONDS: &str = "ferry_room_seconds";
 pub const ROOM_BOOTSTRAP_SECONDS: &str = "ferry_room_bootstrap_seconds";
 /// Messages for rooms that are gone; labels role, kind.
 pub const ROOM_LATE_MESSAGES: &str = "ferry_room_late_messages_total";
+/// Rooms that a peer announced and that were dropped before the engine opened them; label role.
+pub const ROOM_ORPHANS: &str = "ferry_room_orphans_total";
 /// Control messages; labels role, kind, direction.
 pub const CONTROL_MESSAGES: &str = "ferry_control_messages_total";
 /// Control messages that were dropped as malformed; labels role, kind.
@@ -132,6 +134,7 @@ pub const ALL: &[&str] = &[
     ROOM_SECONDS,
     ROOM_BOOTSTRAP_SECONDS,
     ROOM_LATE_MESSAGES,
+    ROOM_ORPHANS,
     CONTROL_MESSAGES,
     CONTROL_MALFORMED,
     CONTROL_IGNORED_FRAMES,

@@ -20,6 +20,7 @@ pub struct TransferMetrics {
     pub(crate) room_seconds: HistogramVec,
     pub(crate) room_bootstrap_seconds: HistogramVec,
     pub(crate) late_messages: IntCounterVec,
+    pub(crate) orphaned: IntCounterVec,
     pub(crate) control_messages: IntCounterVec,
     pub(crate) malformed: IntCounterVec,
     pub(crate) ignored_frames: IntCounterVec,
@@ -170,6 +171,16 @@ impl TransferMetrics {
                 "messages and results for rooms that are gone",
                 &[role, kind],
             )?,
+            orphaned: {
+                let orphaned = counter(
+                    names::ROOM_ORPHANS,
+                    "rooms that a peer announced and that were dropped before the engine opened them",
+                    &[role],
+                )?;
+                // Decode ranks have none; what never happens is to be seen as zero.
+                orphaned.with_label_values(&[Role::Prefill.name()]);
+                orphaned
+            },
             control_messages: counter(
                 names::CONTROL_MESSAGES,
                 "control messages",

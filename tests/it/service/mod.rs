@@ -4,6 +4,7 @@
 mod api;
 mod attach;
 mod engine_death;
+mod lifecycle;
 mod live_metrics;
 mod reports;
 mod starts;
@@ -273,9 +274,17 @@ struct Pair {
 
 impl Pair {
     fn start(prefill_arguments: &[&str]) -> Self {
+        Self::start_over("tcp", prefill_arguments, &[])
+    }
+
+    fn start_over(transport: &str, prefill_arguments: &[&str], decode_arguments: &[&str]) -> Self {
         let (server, folder) = bootstrap(&["--probe-interval", "1", "--probe-misses", "2"]);
-        let prefill_service = TransferService::start(prefill_arguments);
-        let decode_service = TransferService::start(&[]);
+        let over = |arguments: &[&str]| {
+            let arguments = [&["--transports", transport], arguments].concat();
+            TransferService::start(&arguments)
+        };
+        let prefill_service = over(prefill_arguments);
+        let decode_service = over(decode_arguments);
         Self {
             prefill: SmallEngine::prefill(&prefill_service, &server),
             decode: SmallEngine::decode(&decode_service, &server),

@@ -40,6 +40,12 @@ impl RankActor {
                     .with_label_values(&[role]);
                 seconds.observe(elapsed.as_secs_f64());
             }
+            Counted::Orphaned { rooms } => {
+                self.metrics
+                    .orphaned
+                    .with_label_values(&[role])
+                    .inc_by(*rooms as u64);
+            }
             Counted::Late { kind } => {
                 self.metrics
                     .late_messages

@@ -63,7 +63,9 @@ impl Handler<Malformed> for RankActor {
             .malformed
             .with_label_values(&[self.role(), kind])
             .inc();
-        tracing::warn!(%peer, kind, reason = error.kind(), %error, "a control message was dropped");
+        if let Some(unsaid) = self.malformed_log.may_say(Instant::now()) {
+            tracing::warn!(%peer, kind, reason = error.kind(), %error, unsaid, "a control message was dropped");
+        }
         // A REGISTER with one bad field is a fault; one of another shape is another protocol.
         let is_answered =
             |sender: &UnreadableSender| sender.room_opt.is_some() || error.is_unknown_shape();

@@ -2,6 +2,7 @@
 
 mod count;
 mod handlers;
+mod log_limit;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use crate::control::Outboxes;
 use crate::error::ApiError;
 use crate::messages::{CancelWork, DoWork, StopComponent};
 use crate::metrics::TransferMetrics;
+use crate::rank::actor::log_limit::LogLimit;
 use crate::rank::core::{
     ComponentKey, ComponentOutcome, ComponentReport, Effect, Event, PeerLink, RankCore,
     unknown_room,
@@ -66,6 +68,7 @@ pub(crate) struct RankActor {
     last_sessions: [i64; TransportKind::ALL.len()],
     /// Messages on their way to the kernel.
     sending: usize,
+    malformed_log: LogLimit,
 }
 
 impl RankActor {
@@ -104,6 +107,7 @@ impl RankActor {
             waiters: HashMap::new(),
             last_sessions: [0; TransportKind::ALL.len()],
             sending: 0,
+            malformed_log: LogLimit::default(),
         }
     }
 

@@ -368,4 +368,9 @@ pub enum Counted {
         /// The message's kind.
         kind: &'static str,
     },
+    /// Rooms that a peer announced were dropped before the engine opened them.
+    Orphaned {
+        /// How many.
+        rooms: usize,
+    },
 }

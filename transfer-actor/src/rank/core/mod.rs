@@ -73,6 +73,8 @@ pub struct Limits {
     pub rooms: usize,
     /// Rooms that a peer has announced and the engine has not opened.
     pub early_rooms: usize,
+    /// What those rooms' messages may take together, in bytes.
+    pub early_bytes: usize,
     /// Registered peers.
     pub peers: usize,
     /// Tombstones.
@@ -84,6 +86,7 @@ impl Default for Limits {
         Self {
             rooms: 65_536,
             early_rooms: 65_536,
+            early_bytes: 256 * 1024 * 1024,
             peers: 16_384,
             tombstones: 65_536,
         }

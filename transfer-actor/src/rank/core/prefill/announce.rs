@@ -13,7 +13,7 @@ use common::wire::{
 
 use crate::rank::core::event::{Effect, PeerLink};
 use crate::rank::core::prefill::{
-    Early, Peer, PrefillCore, deferred_status, deferred_status_of, late,
+    Peer, PrefillCore, deferred_status, deferred_status_of, late, orphaned,
 };
 use crate::rank::core::prefill_room::{Age, PrefillRoom, Target};
 use crate::rank::core::rules::{Rule, holds};
@@ -79,18 +79,22 @@ impl PrefillCore {
         now: Instant,
         effects: &mut Vec<Effect>,
     ) {
+        let is_same = |peer: &Peer| peer.endpoint == *endpoint;
+        if self.peers.get(key).is_some_and(is_same) {
+            return;
+        }
         let known = self.peers.len();
         self.peers
             .retain(|other, peer| peer.endpoint != *endpoint || other == key);
         let is_known_anew = self.peers.len() < known;
-        for early in self.early.values_mut() {
+        self.early.change_all(|early| {
             early
                 .infos
                 .retain(|(info, _)| info.endpoint != *endpoint || info.engine_key == key);
             early
                 .bootstrap_opt
                 .take_if(|(bootstrap, _)| is_known_anew && bootstrap.reply_to == *endpoint);
-        }
+        });
         let is_former =
             |target: &Target| target.info.endpoint == *endpoint && target.info.engine_key != key;
         let rooms = self.rooms.values();
@@ -148,7 +152,10 @@ impl PrefillCore {
         if self.rooms.get(&room).is_some_and(is_open) {
             self.fail(room, reason, None, now, &mut effects);
         } else {
-            self.early_entry(room, now).refused_opt = Some(reason.to_owned());
+            let dropped = self.early.change(room, now, &self.limits, |early| {
+                early.refused_opt = Some(reason.to_owned());
+            });
+            effects.extend(orphaned(dropped));
         }
         effects
     }
@@ -222,43 +229,13 @@ impl PrefillCore {
             // Early metadata of the next use cannot be told from late metadata of the last.
             effects.push(late("transfer_info"));
         }
-        let early = self.early_entry(room, now);
-        early
-            .given_up
-            .retain(|who| who.as_ref().is_some_and(|who| *who != info.endpoint));
-        match early
-            .infos
-            .iter_mut()
-            .find(|(known, _)| known.endpoint == info.endpoint)
-        {
-            Some((_, known_opt)) if generation_opt.is_some() && *known_opt > generation_opt => {
-                effects.push(late("transfer_info"));
-            }
-            Some(known) => *known = (info, generation_opt),
-            None => early.infos.push((info, generation_opt)),
-        }
+        let mut is_taken = false;
+        let dropped = self.early.change(room, now, &self.limits, |early| {
+            is_taken = early.announce(info, generation_opt);
+        });
+        effects.extend((!is_taken).then(|| late("transfer_info")));
+        effects.extend(orphaned(dropped));
         effects
-    }
-
-    fn early_entry(&mut self, room: Room, now: Instant) -> &mut Early {
-        if !self.early.contains_key(&room) && self.early.len() >= self.limits.early_rooms {
-            let oldest = self
-                .early
-                .iter()
-                .min_by_key(|(_, early)| early.since)
-                .map(|(room, _)| *room);
-            if let Some(oldest) = oldest {
-                tracing::warn!(room = %oldest, "an announced room that nobody opened was dropped, there are too many");
-                self.early.remove(&oldest);
-            }
-        }
-        self.early.entry(room).or_insert(Early {
-            since: now,
-            infos: Vec::new(),
-            bootstrap_opt: None,
-            given_up: Vec::new(),
-            refused_opt: None,
-        })
     }
 
     /// One more decode rank says where the room must land.
@@ -410,20 +387,14 @@ impl PrefillCore {
         generation_opt: Option<Generation>,
         now: Instant,
     ) -> Vec<Effect> {
-        let early = self.early_entry(bootstrap.room, now);
-        let known_opt = early.bootstrap_opt.as_ref();
-        if known_opt.is_some_and(|(known, known_opt)| {
-            known.reply_to == bootstrap.reply_to
-                && generation_opt.is_some()
-                && *known_opt > generation_opt
-        }) {
-            return vec![late("bootstrap")];
-        }
-        early
-            .given_up
-            .retain(|who| who.as_ref().is_some_and(|who| *who != bootstrap.reply_to));
-        early.bootstrap_opt = Some((bootstrap, generation_opt));
-        Vec::new()
+        let mut is_taken = false;
+        let dropped = self
+            .early
+            .change(bootstrap.room, now, &self.limits, |early| {
+                is_taken = early.bootstrap(bootstrap, generation_opt);
+            });
+        let refused = (!is_taken).then(|| late("bootstrap"));
+        refused.into_iter().chain(orphaned(dropped)).collect()
     }
 }
 

@@ -7,7 +7,7 @@ use common::wire::{Abort, AbortAck, ControlMessage, KvPoll};
 
 use crate::error::ApiError;
 use crate::rank::core::event::{ComponentOutcome, ComponentReport, Effect};
-use crate::rank::core::prefill::{PrefillCore, deferred_status, late};
+use crate::rank::core::prefill::{PrefillCore, deferred_status, late, orphaned};
 use crate::rank::core::prefill_room::Age;
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::Epitaph;
@@ -25,13 +25,12 @@ impl PrefillCore {
         }
         // Beside a room that has ended, an early one is the next use of its number, and then it is
         // the one that the decode means.
-        let is_early = self.early.contains_key(&room);
-        if let Some(early) = self.early.get_mut(&room)
-            && !early.is_newer(abort)
-            && !early.given_up.contains(&abort.reply_to)
-        {
-            early.give_up(abort.reply_to.clone());
-        }
+        let is_early = self.early.contains(room);
+        self.early.change_known(room, |early| {
+            if !early.is_newer(abort) {
+                early.give_up(abort.reply_to.clone());
+            }
+        });
         let Some(state) = self.rooms.get_mut(&room) else {
             let epitaph_opt = self.tombstones.get(&room);
             match epitaph_opt {
@@ -215,8 +214,7 @@ impl PrefillCore {
         self.tombstones.expire(now);
         self.over.expire(now);
         let lifetime = self.timeouts.bootstrap;
-        self.early
-            .retain(|_, early| now.duration_since(early.since) < lifetime);
+        effects.extend(orphaned(self.early.expire(now, lifetime)));
         let timeouts = self.timeouts;
         let overdue = self.rooms.values().filter_map(|state| {
             let (limit, reason) = match state.poll {

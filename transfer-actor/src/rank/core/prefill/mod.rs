@@ -1,6 +1,7 @@
 //! The rules of a prefill rank.
 
 mod announce;
+mod early;
 mod end;
 
 use std::collections::{BTreeMap, HashMap};
@@ -12,12 +13,13 @@ use common::plan::PlannerOptions;
 use common::room::DeferredNotice;
 use common::schema::RankLayout;
 use common::topology::ParallelConfig;
-use common::wire::{Abort, Bootstrap, ControlMessage, KvPoll, Status, TransferInfo};
+use common::wire::{ControlMessage, KvPoll, Status};
 use serde::Serialize;
 
 use crate::api::{RoomView, TransferView};
 use crate::error::ApiError;
 use crate::rank::core::event::{ChunkCommand, Counted, Effect, Event, OpenCommand, PeerLink};
+use crate::rank::core::prefill::early::EarlyRooms;
 use crate::rank::core::prefill_room::PrefillRoom;
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::{Epitaph, Tombstones};
@@ -63,50 +65,6 @@ pub struct PeerSummary {
     pub refused: Option<String>,
 }
 
-/// Messages for a room that the engine has not opened.
-#[derive(Debug)]
-struct Early {
-    since: Instant,
-    infos: Vec<(TransferInfo, Option<Generation>)>,
-    bootstrap_opt: Option<(Bootstrap, Option<Generation>)>,
-    /// Decode ranks that gave the room up and did not announce it again since; `None` is one that
-    /// did not say who it is. They may have been promised that nothing is written.
-    given_up: Vec<Option<Endpoint>>,
-    /// Why the room cannot be served, when one of its decode ranks cannot be understood.
-    refused_opt: Option<String>,
-}
-
-impl Early {
-    /// A decode rank gives the room up. What it had announced is forgotten with it, so that its
-    /// next announcement cannot bring old places back.
-    fn give_up(&mut self, who_opt: Option<Endpoint>) {
-        if let Some(who) = &who_opt {
-            self.infos.retain(|(info, _)| info.endpoint != *who);
-            self.bootstrap_opt
-                .take_if(|(bootstrap, _)| bootstrap.reply_to == *who);
-        }
-        self.given_up.push(who_opt);
-    }
-
-    /// Whether the decode rank has announced a newer use than the one that it gives up.
-    fn is_newer(&self, abort: &Abort) -> bool {
-        let Some(generation) = abort.generation.and_then(|it| u64::try_from(it).ok()) else {
-            return false;
-        };
-        let is_theirs = |endpoint: &Endpoint| Some(endpoint) == abort.reply_to.as_ref();
-        let infos = self.infos.iter();
-        let infos = infos.filter(|(info, _)| is_theirs(&info.endpoint));
-        let bootstraps = self.bootstrap_opt.iter();
-        let bootstraps = bootstraps.filter(|(bootstrap, _)| is_theirs(&bootstrap.reply_to));
-        let announced = infos
-            .map(|(_, it)| *it)
-            .chain(bootstraps.map(|(_, it)| *it));
-        announced
-            .flatten()
-            .any(|announced| announced.get() > generation)
-    }
-}
-
 /// All rooms and peers of one prefill rank.
 #[derive(Debug)]
 pub struct PrefillCore {
@@ -117,7 +75,7 @@ pub struct PrefillCore {
     /// Decode ranks whose REGISTER could not be understood, and why.
     refused: HashMap<Endpoint, String>,
     rooms: BTreeMap<Room, PrefillRoom>,
-    early: BTreeMap<Room, Early>,
+    early: EarlyRooms,
     tombstones: Tombstones,
     /// The newest of a decode rank's generations of a room that is over here: aborted, or ended.
     /// What is announced of it comes too late.
@@ -135,7 +93,7 @@ impl PrefillCore {
             peers: HashMap::new(),
             refused: HashMap::new(),
             rooms: BTreeMap::new(),
-            early: BTreeMap::new(),
+            early: EarlyRooms::default(),
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
             over: Tombstones::new(limits.tombstones, timeouts.tombstone),
             last_generation: 0,
@@ -280,7 +238,7 @@ impl PrefillCore {
         self.rooms.insert(room, state);
         let mut effects = vec![Effect::Changed { room }];
         let was_given_up = epitaph_opt == Some(Epitaph::GivenUp);
-        let Some(early) = self.early.remove(&room) else {
+        let Some(early) = self.early.take(room) else {
             if was_given_up {
                 self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
             }
@@ -382,7 +340,7 @@ impl PrefillCore {
                 KvPoll::Transferring => "transferring",
                 KvPoll::Success => "success",
             },
-            None if self.early.contains_key(&room) => "early",
+            None if self.early.contains(room) => "early",
             None => match self.tombstones.get(&room) {
                 None | Some(Epitaph::Unsettled) => "unknown",
                 Some(Epitaph::Cleared) => "cleared",
@@ -424,4 +382,9 @@ fn deferred_status_of(
 
 fn late(kind: &'static str) -> Effect {
     Effect::Count(Counted::Late { kind })
+}
+
+/// Announced rooms were dropped before the engine opened them.
+fn orphaned(rooms: usize) -> Option<Effect> {
+    (rooms > 0).then_some(Effect::Count(Counted::Orphaned { rooms }))
 }

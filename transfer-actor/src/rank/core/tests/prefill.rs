@@ -413,6 +413,7 @@ fn rooms_peers_and_early_rooms_are_bounded() {
     let limits = Limits {
         rooms: 2,
         early_rooms: 2,
+        early_bytes: usize::MAX,
         peers: 1,
         tombstones: 2,
     };

@@ -10,6 +10,7 @@ use super::*;
 const LIMITS: Limits = Limits {
     rooms: 2,
     early_rooms: 2,
+    early_bytes: usize::MAX,
     peers: 2,
     tombstones: 2,
 };
