@@ -114,7 +114,7 @@ check: cargo deny check-python ## Format, lints, documentation, licences and ban
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked
 	$(CARGO) deny --locked check --allow no-license-field bans licenses sources
 
-PYTHON_FOLDERS := tests/conformance tests/page python bench/sglang
+PYTHON_FOLDERS := tests/conformance tests/page python bench/sglang bench/rdma
 
 check-python: python
 	$(VENV)/bin/ruff format --check $(PYTHON_FOLDERS)
@@ -151,6 +151,14 @@ bench-transfers: cargo bench-python ## Ferry beside the machine's limits; PEERS=
 	$(CARGO) build --release --locked --package bench-driver
 	$(BENCH_PYTHON) bench/peers/test_harness.py
 	$(BENCH_PYTHON) bench/peers/run.py --probes --write-to bench/results $(if $(PEERS),--peers) $(BENCH_ARGS)
+
+.PHONY: bench-rdma
+bench-rdma: cargo verbs-headers ## Our writes over rdma beside perftest's ib_write_bw, on soft-RoCE in one virtual machine (RDMA_ARGS="--rounds 9")
+	tests/rdma-vm/setup.sh
+	$(RDMA_BUILD) $(CARGO) build --release --locked --package bench-driver --features bench-driver/rdma
+	mkdir -p bench/results
+	tests/rdma-vm/run.sh -n lo -t 900 -o target/bench-rdma bench/rdma/inside.py $(BENCH_DRIVER) $(RDMA_ARGS)
+	cp target/bench-rdma/result.json bench/results/rdma.json
 
 bench-python: system-packages
 	@PEERS=$(PEERS) bench/peers/install.sh

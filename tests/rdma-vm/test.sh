@@ -7,7 +7,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 cargo=${CARGO:-cargo}
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
-stages=(start transports faults cycles demo)
+stages=(start transports faults cycles demo two)
 [[ $# == 0 ]] || stages=("$@")
 
 "$cargo" build --locked --package bootstrap-server --package transfer-actor --package demo --bins \
@@ -53,6 +53,14 @@ stage_faults() {
 # Alone on a machine, whose objects it counts.
 stage_cycles() {
   passes 1 "$here/run.sh" -n lo -t 400 "$engine_tests" --ignored --exact rdma::ten_thousand_cycles_leave_no_verbs_object
+}
+
+# Two machines, each of which runs its side of a test; one of them loses its power in the second.
+stage_two() {
+  passes 1 "$here/run-two.sh" -t 150 "$engine_tests" --ignored --exact --nocapture \
+    rdma_hosts::pages_cross_from_one_machine_to_the_other_and_back
+  POWER_CUT_B="cut the power" passes 1 "$here/run-two.sh" -t 150 "$engine_tests" --ignored --exact --nocapture \
+    rdma_hosts::a_peer_that_loses_its_power_fails_what_is_under_way_without_a_proof
 }
 
 # Ranks of two engines in processes of their own, TP 4 to 2; fails unless every byte is verified.

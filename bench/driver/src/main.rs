@@ -25,7 +25,7 @@ struct Args {
     /// Which side this process is; for `local` the initiator is both
     #[arg(long, value_enum)]
     role: Role,
-    /// How bytes move: local, shm, cma or tcp
+    /// How bytes move: local, shm, cma, rdma (if it was built with it) or tcp
     #[arg(long)]
     transport: TransportKind,
     /// Copying threads

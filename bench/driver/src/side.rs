@@ -8,8 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use common::plan::{RunList, StridedRun};
 use common::wire::{EngineDesc, MemoryDesc};
 use io_engine::{
-    AnyMemory, ByteLen, ByteOffset, Direction, Engine, EngineConfig, ForeignMemory, Memory, Region,
-    RemoteRegion, Session, TransferHandle, TransportKind, WriteBatch, WritePair,
+    AnyMemory, ByteLen, ByteOffset, Direction, Engine, EngineConfig, ForeignMemory, Memory,
+    RdmaOptions, Region, RemoteRegion, Session, TransferHandle, TransportKind, WriteBatch,
+    WritePair,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -273,6 +274,7 @@ impl Pool {
         config.copy_threads = args.threads;
         config.tcp_lanes = args.streams;
         config.fault_opt = args.fault.clone();
+        config.rdma = RdmaOptions::from_environment().map_err(anyhow::Error::msg)?;
         let engine = Engine::start(config).context("starting an engine")?;
         let len = ByteLen(args.arena_mib << 20);
         let (arena, memory) = if args.transport == TransportKind::Cma {

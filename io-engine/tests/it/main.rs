@@ -11,5 +11,7 @@ mod rdma;
 mod rdma_faults;
 #[cfg(feature = "rdma")]
 mod rdma_handshake;
+#[cfg(feature = "rdma")]
+mod rdma_hosts;
 mod refusals;
 mod support;
