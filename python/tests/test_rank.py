@@ -92,7 +92,7 @@ def test_a_request_moves_and_nothing_else_changes(sides, server):
     assert {each.transport for each in seen.transfers} == {"local"}
     assert {each.peer for each in seen.transfers} == {decode.rank.control}
     for side in sides:
-        assert side.rank.room(2**63 - 1).generation == 1
+        assert side.rank.room(2**63 - 1).generation > 0
         side.rank.clear(2**63 - 1)
         with pytest.raises(RankError, match="unknown_room"):
             side.rank.room(2**63 - 1)

@@ -361,7 +361,7 @@ pub enum RoomStatus {
 pub struct RoomView {
     /// The room.
     pub room: u64,
-    /// How often this rank has used the number.
+    /// Grows with each use of the number. A rank that was started anew begins somewhere else.
     pub generation: u64,
     /// Its status.
     pub status: RoomStatus,

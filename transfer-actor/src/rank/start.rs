@@ -220,8 +220,8 @@ fn bring_up(
     Ok((address, control))
 }
 
-/// Where a decode rank's generations begin: no two lives of a rank share one, and all fit the
-/// numbers that JSON carries exactly.
+/// Where a decode rank's generations begin: two lives of a rank share one in a million times, and
+/// all fit the numbers that JSON carries exactly.
 fn first_generation() -> u64 {
     const LIFE_BITS: u32 = 20;
     let life = getrandom::u32().unwrap_or_else(|_| std::process::id());
