@@ -25,7 +25,7 @@ for line in sys.stdin:
 passes() {
   local least=$1 output
   shift
-  output=$("$@" | tee /dev/stderr | sed -n 's/^.*test result: ok. \([0-9]*\) passed.*$/\1/p' | sort -n | head -1)
+  output=$("$@" | tee -a /dev/stderr | sed -n 's/^.*test result: ok. \([0-9]*\) passed.*$/\1/p' | sort -n | head -1)
   (( ${output:-0} >= least )) || { echo "$least tests were to pass, not ${output:-0}" >&2; return 1; }
 }
 
