@@ -152,6 +152,12 @@ fn a_value_of_an_unknown_version_is_refused_at_the_start() {
     );
 }
 
+/// How many ranks of the engine are there.
+fn ranks(server: &BootstrapServer) -> Option<usize> {
+    let known = server.json("/v1/engines/default");
+    known["ranks_present"].as_array().map(Vec::len)
+}
+
 /// A folder whose checkpoint has ranks 0, 1 and 2, and whose log has rank 0 with another address,
 /// rank 3 and rank 1 with another address.
 fn ranks_in_both() -> tempfile::TempDir {
@@ -179,10 +185,6 @@ fn lost_is_named(folder: &Path, names: &[&str], present: usize) {
             assert!(text.contains(part), "{part:?} in {text}");
         }
     }
-    let ranks = |server: &BootstrapServer| {
-        let known = server.json("/v1/engines/default");
-        known["ranks_present"].as_array().map(Vec::len)
-    };
     let server = start(folder, &["--damaged-store", "read-only"]);
     assert_eq!(ranks(&server), Some(present));
     let reply = put(&server, &route_body(5, 4, 41004, 64));
@@ -250,14 +252,9 @@ fn a_torn_end_of_the_log_is_no_loss() {
     let folder = ranks_in_both();
     cut(&values(folder.path()).join("log"), 20);
     let server = start(folder.path(), &[]);
-    assert_eq!(
-        server.json("/v1/engines/default")["ranks_present"]
-            .as_array()
-            .map(Vec::len),
-        Some(4)
-    );
-    let ranks = server.json("/v1/engines/default/ranks");
-    assert!(ranks.to_string().contains("127.0.0.1:41001"), "{ranks}");
+    assert_eq!(ranks(&server), Some(4));
+    let shown = server.json("/v1/engines/default/ranks");
+    assert!(shown.to_string().contains("127.0.0.1:41001"), "{shown}");
 }
 
 #[test]

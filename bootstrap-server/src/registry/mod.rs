@@ -507,4 +507,4 @@ fn retired_text(instance: &str, old: &Retired, current: &Generation) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

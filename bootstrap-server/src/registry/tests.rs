@@ -3,7 +3,8 @@
 use super::*;
 use serde_json::json;
 
-fn registration(tp_size: u32, tp_rank: u32, port: u16, page_size: u32) -> Command {
+/// The registration of one rank of a tensor-parallel engine.
+pub(crate) fn registration(tp_size: u32, tp_rank: u32, port: u16, page_size: u32) -> Command {
     let body = json!({
         "attn_tp_size": tp_size, "attn_tp_rank": tp_rank, "attn_cp_size": 1, "attn_cp_rank": 0,
         "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1,

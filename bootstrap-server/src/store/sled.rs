@@ -253,25 +253,15 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    use serde_json::json;
-
     use super::super::{changes_of, state_of};
     use super::*;
-    use crate::registry::{Command, Registration};
+    use crate::registry::tests::registration;
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    fn register(state: &mut State, rank: u64, port: u64) -> Vec<Change> {
-        let body = json!({
-            "attn_tp_size": 9, "attn_tp_rank": rank, "attn_cp_size": 1, "attn_cp_rank": 0,
-            "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1,
-            "system_dp_rank": 0, "rank_ip": "10.0.0.1", "rank_port": port, "page_size": 64,
-            "kv_cache_dtype": "auto",
-        });
-        let registration = Registration::parse(body.as_object().unwrap(), true, 7).unwrap();
-        let command = Command::PutRank(Box::new(registration));
-        let applied = state.apply("e", &command, 7).unwrap();
-        changes_of(state, "e", &applied.changed).unwrap()
+    fn register(state: &mut State, rank: u32, port: u16) -> Vec<Change> {
+        let applied = state.apply("e", &registration(9, rank, port, 64), 7);
+        changes_of(state, "e", &applied.unwrap().changed).unwrap()
     }
 
     fn commit(store: &mut SledStore, changes: &[Change]) -> Result<(), StoreError> {
@@ -302,7 +292,7 @@ mod tests {
         let mut port = 1024;
         while folders < 6 {
             let (waking, woken) = mpsc::channel();
-            let changes = register(&mut state, port % 8, port);
+            let changes = register(&mut state, u32::from(port % 8), port);
             commit(&mut store, &changes).unwrap();
             port += 1;
             let tend = |store: &mut SledStore, state: &State| {
@@ -318,7 +308,7 @@ mod tests {
             let before = store.folder.current().unwrap();
             let copied = if folders % 2 == 0 { 0 } else { 3 };
             for _ in 0..copied {
-                let changes = register(&mut state, port % 8, port);
+                let changes = register(&mut state, u32::from(port % 8), port);
                 commit(&mut store, &changes).unwrap();
                 port += 1;
             }

@@ -2,11 +2,10 @@
 
 use std::sync::Mutex;
 
-use serde_json::json;
 use tokio::runtime::{Builder, Runtime};
 
 use super::*;
-use crate::registry::Registration;
+use crate::registry::tests::registration;
 use crate::store::{Done, Loaded, Wake};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -56,15 +55,8 @@ impl Bench {
     }
 
     /// Hands a registration in; it is before those that are handed in later.
-    fn register(&self, rank: u64, port: u64) -> Answer {
-        let body = json!({
-            "attn_tp_size": 9, "attn_tp_rank": rank, "attn_cp_size": 1, "attn_cp_rank": 0,
-            "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0,
-            "system_dp_size": 1, "system_dp_rank": 0, "rank_ip": "10.0.0.1",
-            "rank_port": port, "page_size": 64, "kv_cache_dtype": "auto",
-        });
-        let registration = Registration::parse(body.as_object().unwrap(), true, 7).unwrap();
-        let command = Command::PutRank(Box::new(registration));
+    fn register(&self, rank: u32, port: u16) -> Answer {
+        let command = registration(9, rank, port, 64);
         let registrations = self.registrations.clone();
         let answer = self
             .runtime
