@@ -22,7 +22,7 @@ export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 WHEELS := $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
 
 .PHONY: help demo test test-page browser test-asan test-fuzz test-python test-rdma test-sglang check check-python wheel bench bench-transfers bench-python
-.PHONY: verbs-headers bench-replay bench-turnaround bench-sglang bench-bootstrap cargo system-packages python sglang nextest deny clean
+.PHONY: verbs-headers bench-planner bench-replay bench-turnaround bench-sglang bench-bootstrap cargo system-packages python sglang nextest deny clean
 
 help: ## Lists the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -143,9 +143,9 @@ test-fuzz: cargo system-packages ## Every decoder of foreign bytes, fuzzed for F
 	    -max_total_time=$(FUZZ_S) -max_len=65536 -rss_limit_mb=2048 -timeout=10 -print_final_stats=1 -verbosity=0; \
 	done
 
-bench: cargo ## Criterion, then bench-transfers
+bench: cargo ## Criterion, then bench-planner, bench-turnaround and bench-transfers
 	$(CARGO) bench --workspace --locked
-	$(MAKE) --no-print-directory bench-transfers
+	$(MAKE) --no-print-directory bench-planner bench-turnaround bench-transfers
 
 bench-transfers: cargo bench-python ## Ferry beside the machine's limits; PEERS=1 adds Mooncake and NIXL (BENCH_ARGS="--help")
 	$(CARGO) build --release --locked --package bench-driver
@@ -162,6 +162,11 @@ bench-rdma: cargo verbs-headers ## Our writes over rdma beside perftest's ib_wri
 
 bench-python: system-packages
 	@PEERS=$(PEERS) bench/peers/install.sh
+
+bench-planner: sglang ## Our planner beside SGLang's own functions, in one run (PLANNER_ARGS="--help" lists options)
+	$(CARGO) build --release --locked --package bench-workloads
+	$(FERRY_PYTHON) bench/planner_beside_sglang.py --conformance tests/conformance \
+	  --program $(or $(CARGO_TARGET_DIR),target)/release/bench-workloads $(PLANNER_ARGS)
 
 bench-replay: cargo ## Replays the reference runs' state traffic beside the raw limit (REPLAY_ARGS="--help" lists options)
 	$(CARGO) build --release --locked --package bench-workloads
