@@ -242,6 +242,7 @@ impl Engine {
             tcp_port: inner.tcp_address.port(),
             unix_name: inner.unix_name.clone(),
             instance: inner.instance,
+            device_opt: inner.device_offer(),
         };
         let host_file = |path: &str| {
             let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -280,6 +281,18 @@ impl Engine {
         let owner = (&inner.key, inner.instance);
         let region = Region::new(memory.into(), (offset, len), id, key, label, owner)?;
         region.memory().populate();
+        if let Some(memory) = region.memory().device()
+            && inner.offers(TransportKind::Shm)
+            && let Err(error) = memory.check_exportable()
+        {
+            tracing::warn!(
+                region = id,
+                label,
+                %error,
+                "the driver does not export this device memory: shm does not reach it, and peers take \
+                 the next transport in their order"
+            );
+        }
         #[cfg(feature = "rdma")]
         if let (Ok(rails), true) = (&inner.rails, inner.config.rdma.registers_eagerly) {
             rails.register(&region)?;
@@ -427,6 +440,47 @@ impl EngineInner {
             .collect()
     }
 
+    /// What peers are told of regions in device memory; `None` when there are none.
+    fn device_offer(&self) -> Option<String> {
+        let regions = self.regions();
+        let mut memories = regions
+            .iter()
+            .filter_map(|region| region.memory().device())
+            .peekable();
+        memories.peek()?;
+        let refusals = memories.filter_map(|memory| memory.check_exportable().err());
+        let mut reasons = refusals.map(|error| error.to_string());
+        Some(reasons.next().unwrap_or_default())
+    }
+
+    /// Why a transport cannot serve regions in device memory, here or there. Chosen over here, so
+    /// that a session is not opened that would fail its batches.
+    fn check_device_memory(
+        &self,
+        kind: TransportKind,
+        offer_opt: Option<&Offer>,
+    ) -> Result<(), TransportError> {
+        let none = |why: String| {
+            Err(TransportError::quiesced(
+                TransportErrorKind::NoCommonTransport,
+                why,
+            ))
+        };
+        let theirs_opt = offer_opt.and_then(|offer| offer.device_opt.as_deref());
+        match kind {
+            TransportKind::Local | TransportKind::Tcp => Ok(()),
+            TransportKind::Shm => match theirs_opt {
+                None | Some("") => Ok(()),
+                Some(why) => none(format!("the peer's device memory is not shared: {why}")),
+            },
+            TransportKind::Cma | TransportKind::Rdma => match (self.device_offer(), theirs_opt) {
+                (None, None) => Ok(()),
+                (Some(_), _) => none("it does not reach this engine's device memory".to_owned()),
+                (None, Some(_)) => none("it does not reach the peer's device memory".to_owned()),
+            },
+        }
+    }
+
     pub(crate) fn is_shut_down(&self) -> bool {
         self.is_shut_down.load(Ordering::Acquire)
     }
@@ -528,6 +582,7 @@ impl EngineInner {
         offer: Option<&Offer>,
     ) -> Result<Arc<dyn Transport>, TransportError> {
         let none = |why: &str| TransportError::quiesced(TransportErrorKind::NoCommonTransport, why);
+        self.check_device_memory(kind, offer)?;
         let Some(offer) = offer else {
             return match kind {
                 TransportKind::Cma if self.config.cma_trust_descriptors => {

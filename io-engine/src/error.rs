@@ -30,6 +30,8 @@ pub enum TransportErrorKind {
     Closed,
     /// Memory could not be had or mapped.
     Memory,
+    /// A device's driver failed, or there is none.
+    Device,
     /// An injected fault.
     Injected,
     /// Any other error of the operating system.
@@ -52,6 +54,7 @@ impl TransportErrorKind {
             Self::Protocol => "protocol",
             Self::Closed => "closed",
             Self::Memory => "memory",
+            Self::Device => "device",
             Self::Injected => "injected",
             Self::Io => "io",
         }

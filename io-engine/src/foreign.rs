@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use common::ids::{ByteLen, ByteOffset};
 
+use crate::device::DeviceMemory;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::memory::Memory;
 use crate::region::Location;
@@ -119,6 +120,33 @@ pub enum AnyMemory {
     Pool(Memory),
     /// Bytes of somebody else in this process.
     Foreign(ForeignMemory),
+    /// Bytes of a device.
+    Device(DeviceMemory),
+}
+
+/// Where a range is. Valid while its memory lives.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// At an address of this process.
+    Host(*mut u8),
+    /// At an address of a device, which the processor must not touch.
+    Device(DeviceMemory, u64),
+}
+
+impl Place {
+    /// The address as a number, to tell a peer.
+    pub(crate) fn number(&self) -> u64 {
+        match self {
+            Self::Host(address) => address.expose_provenance() as u64,
+            Self::Device(_, address) => *address,
+        }
+    }
+}
+
+impl From<&DeviceMemory> for AnyMemory {
+    fn from(memory: &DeviceMemory) -> Self {
+        Self::Device(memory.clone())
+    }
 }
 
 impl From<&Memory> for AnyMemory {
@@ -135,18 +163,30 @@ impl From<&ForeignMemory> for AnyMemory {
 
 impl AnyMemory {
     /// Where it is.
-    pub(crate) const fn location(&self) -> Location {
+    pub(crate) fn location(&self) -> Location {
         match self {
             Self::Pool(memory) => memory.location(),
             Self::Foreign(_) => Location::Host,
+            Self::Device(memory) => memory.location(),
         }
     }
 
-    /// The pool, where it is one.
-    pub(crate) const fn pool(&self) -> Option<&Memory> {
+    /// The device's memory, where it is that.
+    pub(crate) const fn device(&self) -> Option<&DeviceMemory> {
         match self {
-            Self::Pool(memory) => Some(memory),
-            Self::Foreign(_) => None,
+            Self::Device(memory) => Some(memory),
+            Self::Pool(_) | Self::Foreign(_) => None,
+        }
+    }
+
+    /// Where a range is, which must lie inside.
+    pub(crate) fn place(&self, offset: u64, len: u64) -> Result<Place, TransportError> {
+        match self {
+            Self::Device(memory) => {
+                let address = memory.device_address(offset, len)?;
+                Ok(Place::Device(memory.clone(), address))
+            }
+            Self::Pool(_) | Self::Foreign(_) => self.address(offset, len).map(Place::Host),
         }
     }
 
@@ -157,9 +197,14 @@ impl AnyMemory {
         }
     }
 
-    /// The address of a range, which must lie inside. Valid while `self` or a clone lives.
+    /// The address of a range in this process, which must lie inside; a device's memory has none.
+    /// Valid while `self` or a clone lives.
     pub(crate) fn address(&self, offset: u64, len: u64) -> Result<*mut u8, TransportError> {
         match self {
+            Self::Device(_) => Err(TransportError::quiesced(
+                TransportErrorKind::NoCommonTransport,
+                "a device's memory has no address in this process",
+            )),
             Self::Pool(memory) => memory.address(offset, len),
             Self::Foreign(memory) => memory.0.range.range(offset, len).ok_or_else(|| {
                 TransportError::quiesced(
@@ -175,6 +220,9 @@ impl AnyMemory {
 
     /// Copies bytes out.
     pub(crate) fn read(&self, offset: ByteOffset, out: &mut [u8]) -> Result<(), TransportError> {
+        if let Self::Device(memory) = self {
+            return memory.read(offset, out);
+        }
         let src = self.address(offset.get(), out.len() as u64)?;
         // SAFETY: `address` checked that the source lies inside memory that `self` keeps; `out` is
         // a distinct buffer of exactly this length, because nobody has references to the memory.
@@ -184,6 +232,9 @@ impl AnyMemory {
 
     /// Copies bytes in.
     pub(crate) fn write(&self, offset: ByteOffset, bytes: &[u8]) -> Result<(), TransportError> {
+        if let Self::Device(memory) = self {
+            return memory.write(offset, bytes);
+        }
         let dst = self.address(offset.get(), bytes.len() as u64)?;
         // SAFETY: `address` checked that the destination lies inside memory that `self` keeps; no
         // reference to it is used by anybody, so `bytes` cannot overlap it.

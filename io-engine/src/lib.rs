@@ -22,10 +22,11 @@
 //!   bytes are copied between raw pointers, or by the kernel.
 //!
 //! This is the only crate with unsafe code but for the edge of `python`; the system calls are in
-//! `sys`, the copy routine in `stream`, libibverbs (feature `rdma`) in `transport::rdma::verbs`.
+//! `sys`, the copy routine in `stream`, the drivers of devices in `device`, libibverbs (feature `rdma`) in `transport::rdma::verbs`.
 
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod device;
 mod engine;
 mod error;
 mod fault;
@@ -43,6 +44,9 @@ mod transport;
 
 // In the signatures below, so that a caller needs no other crate for them.
 pub use common::ids::{ByteLen, ByteOffset};
+pub use device::{
+    DeviceMemory, DeviceReport, device_count, device_drivers, device_report, set_device_library,
+};
 pub use engine::{Engine, EngineConfig};
 pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};

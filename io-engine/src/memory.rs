@@ -36,6 +36,11 @@ struct Shared {
 const POPULATE_BYTES: u64 = 16 << 20;
 static NEXT_ID: AtomicU64 = AtomicU64::new(1);
 
+/// A number that no other pool of this process has.
+pub(crate) fn next_id() -> u64 {
+    NEXT_ID.fetch_add(1, Ordering::Relaxed)
+}
+
 fn failed(what: &str, error: &io::Error) -> TransportError {
     TransportError::quiesced(TransportErrorKind::Memory, format!("{what}: {error}"))
 }
@@ -109,7 +114,7 @@ impl Memory {
             mapping,
             fd,
             len: len.get(),
-            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            id: next_id(),
             is_populating: AtomicBool::new(false),
         })))
     }

@@ -7,7 +7,8 @@ use crate::region::TAG_MAGIC;
 use crate::transport::TransportKind;
 
 /// What a Ferry engine offers. Packed as `["FRY1", [transport, ...], tcp port, name of the
-/// abstract Unix socket, instance]`; more elements may follow.
+/// abstract Unix socket, instance]`, and of an engine with regions in device memory also why `shm` cannot
+/// share it, or `""`; more elements may follow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Offer {
     pub transports: Vec<String>,
@@ -15,19 +16,23 @@ pub(crate) struct Offer {
     pub unix_name: String,
     /// Random; it tells this start of the engine from every other.
     pub instance: [u8; 16],
+    /// Whether regions are in device memory, and if so, why `shm` cannot share it (nothing: it can).
+    pub device_opt: Option<String>,
 }
 
 impl Offer {
     /// The element to append to a descriptor.
     pub(crate) fn pack(&self) -> rmpv::Value {
         let transports = self.transports.iter().map(|name| name.as_str().into());
-        rmpv::Value::Array(vec![
+        let mut elements = vec![
             TAG_MAGIC.into(),
             rmpv::Value::Array(transports.collect()),
             self.tcp_port.into(),
             self.unix_name.as_str().into(),
             rmpv::Value::Binary(self.instance.to_vec()),
-        ])
+        ];
+        elements.extend(self.device_opt.as_deref().map(rmpv::Value::from));
+        rmpv::Value::Array(elements)
     }
 
     /// `None` when the peer is no Ferry engine.
@@ -58,6 +63,9 @@ impl Offer {
             tcp_port: u16::try_from(elements.get(2)?.as_u64()?).ok()?,
             unix_name: elements.get(3)?.as_str()?.to_owned(),
             instance: elements.get(4)?.as_slice()?.try_into().ok()?,
+            device_opt: elements
+                .get(5)
+                .and_then(|reason| reason.as_str().map(str::to_owned)),
         })
     }
 
@@ -77,6 +85,7 @@ mod tests {
             tcp_port: 65_535,
             unix_name: "ferry-io-0".to_owned(),
             instance: [9; 16],
+            device_opt: None,
         }
     }
 
@@ -94,6 +103,12 @@ mod tests {
         let foreign = rmpv::Value::Array(vec!["other".into(), 7.into()]);
         let packed = desc(vec![1.into(), foreign, offer().pack()]);
         assert_eq!(Offer::of(&packed), Ok(Some(offer())));
+        let on_device = Offer {
+            device_opt: Some("the driver refused".to_owned()),
+            ..offer()
+        };
+        let packed = desc(vec![on_device.pack()]);
+        assert_eq!(Offer::of(&packed), Ok(Some(on_device)));
         assert_eq!(Offer::of(&desc(vec![])), Ok(None));
         assert!(offer().has(TransportKind::Cma) && !offer().has(TransportKind::Tcp));
     }

@@ -9,7 +9,7 @@ use common::wire::{MemoryDesc, MemoryLocation};
 use subtle::ConstantTimeEq;
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::foreign::AnyMemory;
+use crate::foreign::{AnyMemory, Place};
 
 /// First element of the tags that a Ferry engine appends to descriptors.
 pub(crate) const TAG_MAGIC: &str = "FRY1";
@@ -17,8 +17,7 @@ pub(crate) const TAG_MAGIC: &str = "FRY1";
 /// In the place of a tag's runtime: host memory, whatever the descriptor's elements say.
 const HOST_TAG: &str = "host";
 
-/// Where a region is. Pools, checks, descriptors and transports carry it; host memory is what
-/// exists today.
+/// Where a region is. Pools, checks, descriptors and transports carry it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Location {
     /// Host memory.
@@ -44,7 +43,8 @@ pub enum DeviceRuntime {
 }
 
 impl DeviceRuntime {
-    const fn name(self) -> &'static str {
+    /// What it is called in descriptors and options.
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Cuda => "cuda",
             Self::Hip => "hip",
@@ -52,7 +52,7 @@ impl DeviceRuntime {
         }
     }
 
-    fn from_name(name: Option<&str>) -> Self {
+    pub(crate) fn from_name(name: Option<&str>) -> Self {
         match name {
             Some("cuda") => Self::Cuda,
             Some("hip") => Self::Hip,
@@ -117,7 +117,7 @@ impl Region {
         label: &str,
         (engine_key, owner_instance): (&Arc<str>, [u8; 16]),
     ) -> Result<Self, TransportError> {
-        memory.address(offset.get(), len.get())?;
+        memory.place(offset.get(), len.get())?;
         Ok(Self(Arc::new(Registered {
             memory,
             offset: offset.get(),
@@ -187,7 +187,7 @@ impl Region {
         MemoryDesc {
             engine_key: self.0.engine_key.to_string(),
             id: self.0.id,
-            data: self.address(0, 0).map_or(0, |address| address as u64),
+            data: self.place(0, 0).map_or(0, |place| place.number()),
             size: self.0.len,
             location,
             device_id,
@@ -238,10 +238,21 @@ impl Region {
         self.0.memory.write(ByteOffset(at), bytes)
     }
 
-    /// The address of a range; valid while `self` or a clone lives.
+    /// The address of a range in this process; a device's memory has none. Valid while `self` or a clone lives.
     pub(crate) fn address(&self, offset: u64, len: u64) -> Result<*mut u8, TransportError> {
         let at = self.checked_offset(offset, len)?;
         self.0.memory.address(at, len)
+    }
+
+    /// Where a range is; valid while `self` or a clone lives.
+    pub(crate) fn place(&self, offset: u64, len: u64) -> Result<Place, TransportError> {
+        let at = self.checked_offset(offset, len)?;
+        self.0.memory.place(at, len)
+    }
+
+    /// Whether it is a device's memory.
+    pub(crate) fn is_on_device(&self) -> bool {
+        self.0.memory.device().is_some()
     }
 
     fn checked_offset(&self, offset: u64, len: u64) -> Result<u64, TransportError> {

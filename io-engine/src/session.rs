@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use common::plan::RunList;
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::region::{Region, RegionGuard, RemoteRegion};
+use crate::region::{Location, Region, RegionGuard, RemoteRegion};
 use crate::status::{Status, TransferHandle, TransferResult, deadline_after};
 use crate::timer::Timer;
 use crate::transport::{Transport, TransportKind};
@@ -48,6 +48,12 @@ pub(crate) struct Job {
     pub bytes: u64,
     /// Over all pairs.
     pub ranges: u64,
+    /// Whether a local region is a device's memory.
+    pub is_local_on_device: bool,
+    /// Whether a region of either side is, as far as the peer's descriptors say.
+    pub is_on_device: bool,
+    /// An event of a device's driver that the bytes are there behind.
+    pub after_opt: Option<u64>,
     /// Until when the submitting thread waits for the end, so that it may do the work itself.
     pub waits_until_opt: Option<Instant>,
     _guards: Vec<RegionGuard>,
@@ -67,7 +73,15 @@ impl Job {
             let numbers = pairs.iter().map(|pair| of(&pair.runs));
             numbers.fold(0, u64::saturating_add)
         };
+        let mut pair_list = pairs.iter();
+        let is_local_on_device = pair_list.any(|pair| pair.local.is_on_device());
+        let is_remote_on_device = pairs
+            .iter()
+            .any(|pair| pair.remote.location != Location::Host);
         Self {
+            is_local_on_device,
+            is_on_device: is_local_on_device || is_remote_on_device,
+            after_opt: None,
             bytes: total(|runs| runs.bytes().get()),
             ranges: total(RunList::ranges),
             pairs,
@@ -187,6 +201,20 @@ impl Session {
             let due = deadline_after(timeout);
             self.timer
                 .watch(&status, due, timeout, self.transport.grace());
+        }
+        TransferHandle(status)
+    }
+
+    /// As [`Session::submit`] without a timeout, once an event of the driver of the local regions'
+    /// device has passed: their bytes are there behind it. Batches between host memory do not wait.
+    ///
+    /// # Safety
+    /// The event (a `CUevent` or `hipEvent_t`) must live until the batch has ended.
+    pub unsafe fn write_after(&self, batch: WriteBatch, event: u64) -> TransferHandle {
+        let (job_opt, status) = self.prepare(Direction::Write, batch);
+        if let Some(mut job) = job_opt {
+            job.after_opt = Some(event);
+            self.transport.submit(job, Arc::clone(&status));
         }
         TransferHandle(status)
     }

@@ -5,8 +5,10 @@ use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 
+use crate::device::mover::{self, Move};
 use crate::engine::EngineInner;
 use crate::error::{TransportError, TransportErrorKind};
+use crate::foreign::Place;
 use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::stream;
@@ -18,6 +20,10 @@ use crate::transport::{BatchQueue, Piece};
 /// layers is such a batch.
 const HERE_BYTES: u64 = 160 << 10;
 const HERE_RANGES: u64 = 80;
+
+/// Bytes of one piece of a batch with device memory: several pinned buffers, so that their copies
+/// overlap.
+const DEVICE_PIECE_BYTES: u64 = 4 << 20;
 
 /// How one batch reaches the peer's memory; holds what keeps that memory valid.
 pub(crate) trait CopyWork: Send + Sync {
@@ -43,8 +49,12 @@ pub(crate) fn submit(
         return status.fail(TransportError::closed_session());
     };
     let (queue, work) = (engine.copies(), Arc::new(work));
-    if job.bytes > HERE_BYTES || job.ranges > HERE_RANGES {
-        let piece_bytes = work.piece_bytes(job.bytes);
+    // A device's copies are waited for, and whoever submits must not be.
+    if job.is_on_device || job.bytes > HERE_BYTES || job.ranges > HERE_RANGES {
+        let piece_bytes = match job.is_on_device {
+            true => DEVICE_PIECE_BYTES,
+            false => work.piece_bytes(job.bytes),
+        };
         return queue.push(job, status, work, piece_bytes);
     }
     let copied = queue.run_here(job, &status, |job, status, piece| {
@@ -71,13 +81,23 @@ pub(crate) fn run(queue: &CopyQueue) {
     }
 }
 
-/// Copies a piece between mapped memory. `remote` gives the address of a range of the remote region
-/// of the pair at a place, checked against that region, which the caller keeps mapped.
+/// Copies a piece between memory that can be reached from here. `remote` says where a range of the
+/// remote region of the pair at a place is, checked against that region, which the caller keeps.
 pub(crate) fn copy_mapped(
     job: &Job,
     piece: &Piece,
-    remote: impl Fn(usize, u64, u64) -> Result<*mut u8, TransportError>,
+    remote: impl Fn(usize, u64, u64) -> Result<Place, TransportError>,
 ) -> Result<(), TransportError> {
+    if job.is_on_device {
+        return copy_with_devices(job, piece, remote);
+    }
+    let remote = |pair, offset, len| match remote(pair, offset, len)? {
+        Place::Host(address) => Ok(address),
+        Place::Device(..) => Err(TransportError::quiesced(
+            TransportErrorKind::Protocol,
+            "a region that was described as host memory is a device's",
+        )),
+    };
     let place = |range: &PieceRange| {
         let pair = job.pairs.get(range.pair).ok_or_else(no_pair)?;
         let (src, dst) = match job.direction {
@@ -104,16 +124,51 @@ pub(crate) fn copy_mapped(
         }
         let overlaps = src.addr().abs_diff(dst.addr()) < len;
         if overlaps {
-            return Err(TransportError::quiesced(
-                TransportErrorKind::OutOfBounds,
-                "source and destination of a batch overlap",
-            ));
+            return Err(overlap());
         }
         // SAFETY: both ranges were just checked against their regions, whose memory the job's
         // guards and the caller keep mapped, and they do not overlap.
         unsafe { stream::copy(src, dst, len) };
     }
     Ok(())
+}
+
+/// As [`copy_mapped`], where a side may be a device's memory.
+fn copy_with_devices(
+    job: &Job,
+    piece: &Piece,
+    remote: impl Fn(usize, u64, u64) -> Result<Place, TransportError>,
+) -> Result<(), TransportError> {
+    let mut moves = Vec::with_capacity(piece.ranges.len());
+    for range in &piece.ranges {
+        let pair = job.pairs.get(range.pair).ok_or_else(no_pair)?;
+        let (src, dst) = match job.direction {
+            Direction::Write => (
+                pair.local.place(range.src, range.len)?,
+                remote(range.pair, range.dst, range.len)?,
+            ),
+            Direction::Read => (
+                remote(range.pair, range.src, range.len)?,
+                pair.local.place(range.dst, range.len)?,
+            ),
+        };
+        // Addresses of devices and of the process are of one space, so this holds for all of them.
+        if src.number().abs_diff(dst.number()) < range.len {
+            return Err(overlap());
+        }
+        let len = range.len;
+        moves.push(Move { src, dst, len });
+    }
+    // SAFETY: the ranges were just checked against their regions, whose memory the job's guards and
+    // the caller keep, and they do not overlap.
+    unsafe { mover::run(&moves, job.after_opt) }
+}
+
+fn overlap() -> TransportError {
+    TransportError::quiesced(
+        TransportErrorKind::OutOfBounds,
+        "source and destination of a batch overlap",
+    )
 }
 
 fn no_pair() -> TransportError {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use crate::engine::EngineInner;
 use crate::error::{TransportError, TransportErrorKind};
-use crate::region::{Region, RegionGuard, RemoteRegion};
+use crate::region::{Location, Region, RegionGuard, RemoteRegion};
 use crate::session::{Job, WritePair};
 use crate::status::Status;
 use crate::transport::copy::{self, CopyWork, copy_mapped};
@@ -55,7 +55,7 @@ impl CopyWork for LocalTarget {
                 .guards
                 .get(pair)
                 .ok_or_else(TransportError::closed_session)?;
-            guard.region().address(offset, len)
+            guard.region().place(offset, len)
         })
     }
 }
@@ -65,7 +65,7 @@ impl CopyWork for LocalTarget {
 fn enter_all(engine: &EngineInner, job: &Job) -> Result<Vec<RegionGuard>, TransportError> {
     let enter = |pair: &WritePair| {
         let region = find_region(engine, &pair.remote)?;
-        region.address(0, pair.remote_end(job.direction))?;
+        region.place(0, pair.remote_end(job.direction))?;
         region.enter()
     };
     job.pairs.iter().map(enter).collect()
@@ -91,6 +91,10 @@ fn find_region(engine: &EngineInner, remote: &RemoteRegion) -> Result<Region, Tr
 impl Transport for Local {
     fn kind(&self) -> TransportKind {
         TransportKind::Local
+    }
+
+    fn can_move(&self, _local: Location, _remote: &RemoteRegion) -> bool {
+        true
     }
 
     fn submit(&self, job: Job, status: Arc<Status>) {

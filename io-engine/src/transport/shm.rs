@@ -4,12 +4,16 @@
 //! A mapping cannot be taken back from a process that lives, so a region is only free when this
 //! side has said that it let go, or is gone (`same_host`). The pool's file is sealed against
 //! shrinking and its space is taken, so that no copy faults, whatever became of its owner.
+//!
+//! Device memory that its driver exports is mapped by the driver in the same way, from descriptors
+//! that come over the same socket; what one process has mapped stays when the other dies.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::engine::EngineInner;
 use crate::error::TransportError;
+use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
 use crate::status::Status;
 use crate::transport::copy::{self, CopyWork, copy_mapped};
@@ -47,7 +51,7 @@ impl CopyWork for Mapped {
             return Err(error);
         }
         copy_mapped(job, piece, |pair, offset, len| {
-            self.0.mapped(pair, offset, len)
+            self.0.place(pair, offset, len)
         })
     }
 }
@@ -55,6 +59,10 @@ impl CopyWork for Mapped {
 impl Transport for Shm {
     fn kind(&self) -> TransportKind {
         TransportKind::Shm
+    }
+
+    fn can_move(&self, _local: Location, _remote: &RemoteRegion) -> bool {
+        true
     }
 
     fn submit(&self, job: Job, status: Arc<Status>) {

@@ -1,6 +1,7 @@
 //! Every transport moves exactly the bytes it is told to, checks where they land, and says what
 //! happened when it cannot.
 
+mod devices;
 mod exactness;
 mod foreign;
 mod lifetimes;

@@ -14,15 +14,18 @@ use common::ids::ByteLen;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_bytes::ByteBuf;
 
+use crate::device::{DeviceMemory, device_by_uuid};
 use crate::error::{TransportError, TransportErrorKind};
+use crate::foreign;
 use crate::memory::Memory;
-use crate::region::{RegionKey, RemoteRegion, TAG_MAGIC};
+use crate::region::{DeviceRuntime, RegionKey, RemoteRegion, TAG_MAGIC};
 use crate::session::Job;
 use crate::status::Status;
 use crate::sys;
 use crate::transport::cma::explain;
 use crate::transport::same_host::{
-    MAX_TO_WRITER_BYTES, TableRow, ToOwner, ToWriter, Way, is_meant, receive, receive_with, send,
+    DevicePoolRow, MAX_TO_WRITER_BYTES, TableRow, ToOwner, ToWriter, Way, is_meant, receive,
+    receive_with, send,
 };
 
 /// Begins a batch whose regions are known.
@@ -50,7 +53,9 @@ pub(crate) struct Link {
 struct State {
     regions: HashMap<u32, Known>,
     /// Pools of the peer that are mapped here, by its number for them.
-    pools: HashMap<u64, Memory>,
+    pools: HashMap<u64, MappedPool>,
+    /// Parts of a device's pool of which more are to come.
+    device_parts: Vec<(OwnedFd, u64)>,
     /// Batches that name a region which no table has told of yet.
     waiting: VecDeque<Waiting>,
     /// Number of the last table that was asked for.
@@ -77,6 +82,52 @@ enum Place {
     Address(u64),
     /// In a pool that is mapped here.
     Mapped { pool: Memory, offset: u64, len: u64 },
+    /// In device memory that is mapped here.
+    OnDevice {
+        memory: DeviceMemory,
+        offset: u64,
+        len: u64,
+    },
+    /// In device memory that could not be mapped here.
+    Unreachable(TransportError),
+}
+
+/// A pool of the peer, as this process has it.
+enum MappedPool {
+    Host(Memory),
+    Device(DeviceMemory),
+    Unreachable(TransportError),
+}
+
+impl MappedPool {
+    fn is_used(&self) -> bool {
+        match self {
+            Self::Host(pool) => pool.is_shared(),
+            Self::Device(memory) => memory.is_shared(),
+            Self::Unreachable(_) => false,
+        }
+    }
+
+    /// Where a region is in it; `None` when it is not inside.
+    fn place(&self, offset: u64, len: u64) -> Option<Place> {
+        match self {
+            Self::Host(pool) => {
+                pool.address(offset, len).ok()?;
+                let pool = pool.clone();
+                Some(Place::Mapped { pool, offset, len })
+            }
+            Self::Device(memory) => {
+                memory.device_address(offset, len).ok()?;
+                let memory = memory.clone();
+                Some(Place::OnDevice {
+                    memory,
+                    offset,
+                    len,
+                })
+            }
+            Self::Unreachable(error) => Some(Place::Unreachable(error.clone())),
+        }
+    }
 }
 
 struct Waiting {
@@ -353,6 +404,7 @@ impl Link {
                 format!("process {} sent a second welcome", self.pid),
             )),
             ToWriter::Pools(pools) => self.map(&pools, descriptors),
+            ToWriter::DevicePool(row) => self.map_device(&row, descriptors),
             ToWriter::Table(number, rows) => {
                 *asked_at_opt = None;
                 self.learn(number, rows)
@@ -385,8 +437,55 @@ impl Link {
             }
             let memory = Memory::from_fd(descriptor, ByteLen(*bytes))?;
             memory.populate();
-            self.state().pools.insert(*pool, memory);
+            self.state().pools.insert(*pool, MappedPool::Host(memory));
         }
+        Ok(())
+    }
+
+    /// Maps a device's pool once all its parts are here. What cannot be mapped fails the batches
+    /// that name it, and nothing else.
+    fn map_device(
+        &self,
+        row: &DevicePoolRow,
+        descriptors: Vec<OwnedFd>,
+    ) -> Result<(), TransportError> {
+        if !row.refusal.is_empty() {
+            let error = TransportError::quiesced(
+                TransportErrorKind::Device,
+                format!("the peer cannot share its device memory: {}", row.refusal),
+            );
+            let unreachable = MappedPool::Unreachable(error);
+            self.state().pools.entry(row.pool).or_insert(unreachable);
+            return Ok(());
+        }
+        let uuid = <[u8; 16]>::try_from(row.device.as_slice()).ok();
+        let is_sound = self.way == Way::Mapping && row.parts.len() == descriptors.len();
+        let Some(uuid) = uuid.filter(|_| is_sound) else {
+            return Err(self.nonsense("of its device memory"));
+        };
+        let mut state = self.state();
+        let parts = descriptors.into_iter().zip(row.parts.iter().copied());
+        state.device_parts.extend(parts);
+        if !row.is_last {
+            return Ok(());
+        }
+        let parts = std::mem::take(&mut state.device_parts);
+        if state.pools.contains_key(&row.pool) {
+            return Ok(());
+        }
+        drop(state);
+        let parts: Vec<_> = parts.iter().map(|(fd, len)| (fd.as_fd(), *len)).collect();
+        let runtime = DeviceRuntime::from_name(Some(&row.runtime));
+        let imported = device_by_uuid(runtime, &uuid)
+            .and_then(|device| DeviceMemory::import(device, &parts, row.lead, row.bytes));
+        let pool = imported.map_or_else(
+            |error| {
+                tracing::warn!(pid = self.pid, %error, "a peer's device memory cannot be mapped");
+                MappedPool::Unreachable(error)
+            },
+            MappedPool::Device,
+        );
+        self.state().pools.insert(row.pool, pool);
         Ok(())
     }
 
@@ -405,14 +504,10 @@ impl Link {
             let end = row.place.checked_add(row.bytes);
             let place = match self.way {
                 Way::Process => Some(Place::Address(row.place)),
-                Way::Mapping => state.pools.get(&row.pool).and_then(|pool| {
-                    pool.address(row.place, row.bytes).ok()?;
-                    Some(Place::Mapped {
-                        pool: pool.clone(),
-                        offset: row.place,
-                        len: row.bytes,
-                    })
-                }),
+                Way::Mapping => state
+                    .pools
+                    .get(&row.pool)
+                    .and_then(|pool| pool.place(row.place, row.bytes)),
             };
             let (Some(key), Some(_), Some(place)) = (key, end, place) else {
                 return Err(self.nonsense(&format!("of region {}", row.id)));
@@ -427,7 +522,7 @@ impl Link {
             });
         }
         // A pool is held by its regions, which may have gone meanwhile.
-        state.pools.retain(|_, pool| pool.is_shared());
+        state.pools.retain(|_, pool| pool.is_used());
         let mut decided = Vec::new();
         for batch in std::mem::take(&mut state.waiting) {
             if batch.table > number {
@@ -508,7 +603,10 @@ impl Known {
                 ),
             );
         }
-        Ok(self.place.clone())
+        match &self.place {
+            Place::Unreachable(error) => Err(error.clone()),
+            place => Ok(place.clone()),
+        }
     }
 }
 
@@ -532,31 +630,38 @@ impl Admitted {
         }
     }
 
-    /// The address here of a range of the remote region of a pair, which must lie inside. Valid
-    /// while `self` lives.
-    pub(crate) fn mapped(
+    /// Where a range of the remote region of a pair is here, which must lie inside. Valid while
+    /// `self` lives.
+    pub(crate) fn place(
         &self,
         pair: usize,
         offset: u64,
         len: u64,
-    ) -> Result<*mut u8, TransportError> {
+    ) -> Result<foreign::Place, TransportError> {
         let outside = || {
             TransportError::quiesced(
                 TransportErrorKind::OutOfBounds,
                 format!("{len} bytes at offset {offset} leave a mapped region"),
             )
         };
-        let Some(Place::Mapped {
-            pool,
-            offset: start,
-            len: region_len,
-        }) = self.places.get(pair)
-        else {
-            return Err(outside());
+        let (start, region_len) = match self.places.get(pair) {
+            Some(Place::Mapped { offset, len, .. } | Place::OnDevice { offset, len, .. }) => {
+                (offset, len)
+            }
+            _ => return Err(outside()),
         };
         let end = offset.checked_add(len).filter(|end| end <= region_len);
-        let place = end.and_then(|_| start.checked_add(offset));
-        pool.address(place.ok_or_else(outside)?, len)
+        let at = end
+            .and_then(|_| start.checked_add(offset))
+            .ok_or_else(outside)?;
+        match self.places.get(pair) {
+            Some(Place::Mapped { pool, .. }) => pool.address(at, len).map(foreign::Place::Host),
+            Some(Place::OnDevice { memory, .. }) => {
+                let address = memory.device_address(at, len)?;
+                Ok(foreign::Place::Device(memory.clone(), address))
+            }
+            _ => Err(outside()),
+        }
     }
 }
 

@@ -18,6 +18,8 @@
 //! owner   Welcome [magic, instance, address of the secret, secret]
 //! writer  Table [number]             asks for the regions that it was not told of
 //! owner   Pools [[pool, bytes], ...] as many descriptors beside it; by mapping only
+//! owner   DevicePool [pool, bytes, runtime, device, bytes before it, [bytes of a part, ...], last, refusal]
+//!                                    as many descriptors beside it; again until the last
 //! owner   Table [number, [[id, key, bytes, pool, address or offset in the pool], ...]]
 //! owner   Forget [[id, ...]]         was deregistered
 //! writer  Released [[id, ...]]       nothing of it is being read or written, nor will be
@@ -91,8 +93,26 @@ enum ToOwner {
 enum ToWriter {
     Welcome(String, ByteBuf, u64, ByteBuf),
     Pools(Vec<(u64, u64)>),
+    DevicePool(DevicePoolRow),
     Table(u64, Vec<TableRow>),
     Forget(Vec<u32>),
+}
+
+/// A device's memory, in the allocations that it lies in.
+#[derive(Serialize, Deserialize)]
+struct DevicePoolRow {
+    pool: u64,
+    bytes: u64,
+    runtime: String,
+    /// What tells its device from every other.
+    device: ByteBuf,
+    /// How far behind the beginning of the first allocation it begins.
+    lead: u64,
+    /// Bytes of the allocations whose descriptors are beside this.
+    parts: Vec<u64>,
+    is_last: bool,
+    /// Why there are none; empty when there are.
+    refusal: String,
 }
 
 /// A region.

@@ -11,13 +11,16 @@ use std::time::{Duration, Instant};
 
 use serde_bytes::ByteBuf;
 
+use crate::device::DeviceMemory;
 use crate::engine::EngineInner;
+use crate::error::TransportError;
+use crate::foreign::AnyMemory;
 use crate::memory::Memory;
 use crate::region::{Region, TAG_MAGIC};
 use crate::sys;
 use crate::transport::same_host::{
-    MAX_DESCRIPTORS, MAX_TO_OWNER_BYTES, TableRow, ToOwner, ToWriter, Way, is_meant, receive, send,
-    send_with,
+    DevicePoolRow, MAX_DESCRIPTORS, MAX_TO_OWNER_BYTES, TableRow, ToOwner, ToWriter, Way, is_meant,
+    receive, send, send_with,
 };
 
 /// How long a peer may take to say hello.
@@ -192,21 +195,26 @@ impl Connection {
         let mut told = self.told();
         let mut rows = Vec::new();
         let mut pools: BTreeMap<u64, Memory> = BTreeMap::new();
+        let mut device_pools: BTreeMap<u64, DeviceMemory> = BTreeMap::new();
         for region in engine.regions() {
-            let Ok(address) = region.address(0, 0) else {
-                continue;
-            };
             if told.regions.contains_key(&region.id()) {
                 continue;
             }
-            let (pool, place) = match (self.way, region.memory().pool()) {
-                (Way::Process, _) => (0, address as u64),
-                (Way::Mapping, Some(pool)) => {
+            let (pool, place) = match (self.way, region.memory()) {
+                (Way::Process, _) => match region.address(0, 0) {
+                    Ok(address) => (0, address as u64),
+                    Err(_) => continue,
+                },
+                (Way::Mapping, AnyMemory::Pool(pool)) => {
                     pools.insert(pool.id(), pool.clone());
                     (pool.id(), region.offset())
                 }
+                (Way::Mapping, AnyMemory::Device(memory)) => {
+                    device_pools.insert(memory.id(), memory.clone());
+                    (memory.id(), region.offset())
+                }
                 // There is nothing to map.
-                (Way::Mapping, None) => continue,
+                (Way::Mapping, AnyMemory::Foreign(_)) => continue,
             };
             rows.push(TableRow {
                 id: region.id(),
@@ -226,7 +234,52 @@ impl Connection {
             let message = ToWriter::Pools(names.collect());
             send_with(&self.stream, &message, &descriptors)?;
         }
+        for (id, memory) in device_pools {
+            self.tell_device_pool(id, &memory)
+                .map_err(io::Error::other)?;
+        }
         send(&self.stream, &ToWriter::Table(number, rows))
+    }
+
+    /// Hands a device's memory over, allocation by allocation.
+    fn tell_device_pool(&self, id: u64, memory: &DeviceMemory) -> Result<(), TransportError> {
+        let failed =
+            |error: io::Error| TransportError::io("handing device memory to a peer", &error);
+        let row = |parts, is_last, refusal| DevicePoolRow {
+            pool: id,
+            bytes: memory.len().get(),
+            runtime: memory.device().kind().name().to_owned(),
+            device: ByteBuf::new(),
+            lead: 0,
+            parts,
+            is_last,
+            refusal,
+        };
+        let exported = memory
+            .export()
+            .and_then(|exported| Ok((exported, memory.device_uuid()?)));
+        let (exported, uuid) = match exported {
+            Ok(exported) => exported,
+            // The peer's batches into it fail with this; others go on.
+            Err(error) => {
+                let message = ToWriter::DevicePool(row(Vec::new(), true, error.to_string()));
+                return send(&self.stream, &message).map_err(failed);
+            }
+        };
+        let mut rest = exported.parts.as_slice();
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(rest.len().min(MAX_DESCRIPTORS));
+            let parts = now.iter().map(|part| part.len).collect();
+            let message = ToWriter::DevicePool(DevicePoolRow {
+                device: ByteBuf::from(uuid),
+                lead: exported.lead,
+                ..row(parts, later.is_empty(), String::new())
+            });
+            let descriptors: Vec<_> = now.iter().map(|part| part.descriptor.as_fd()).collect();
+            send_with(&self.stream, &message, &descriptors).map_err(failed)?;
+            rest = later;
+        }
+        Ok(())
     }
 
     /// Waits until the peer has closed its end: only then are its writes over.

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
+use crate::device::packed::Packed;
+use crate::device::staging::{DEPTH, Way};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::RegionKey;
 use crate::session::{Direction, Job};
@@ -56,6 +58,8 @@ struct Lane {
 struct LaneState {
     unanswered: VecDeque<Unanswered>,
     unanswered_bytes: u64,
+    /// Pieces that have come and are on their way into device memory, oldest first.
+    landing: VecDeque<Landing>,
     /// When the last answer came.
     answered_opt: Option<Instant>,
     next: u64,
@@ -145,7 +149,7 @@ impl Lanes {
         };
         let waits_until_opt = job.waits_until_opt;
         let sent = self.queue.run_here(job, &status, |job, status, piece| {
-            lane.ask(&mut state, Arc::clone(job), Arc::clone(status), piece)
+            lane.ask(&mut state, Arc::clone(job), Arc::clone(status), piece, None)
         });
         let exchanged = match (sent, waits_until_opt) {
             (Ok(()), Some(deadline)) => self.read_answers(lane, &mut state, deadline),
@@ -236,21 +240,117 @@ impl Lanes {
         // Also after a panic.
         let _end = EndOfLane { lanes: self, lane };
         let mut piece = Piece::default();
+        let mut ahead = Ahead {
+            lanes: self,
+            pieces: VecDeque::new(),
+        };
         loop {
+            if ahead.pieces.len() >= DEPTH {
+                if let Err(error) = self.send_oldest(lane, &mut ahead) {
+                    self.fail(&self.broken(&error));
+                    break;
+                }
+                continue;
+            }
             let turned = match self.queue.take(&mut piece, Some(Duration::ZERO)) {
                 Taken::Closed => break,
+                Taken::Nothing if !ahead.pieces.is_empty() => self.send_oldest(lane, &mut ahead),
                 Taken::Nothing => self.wait(lane),
                 Taken::Piece {
                     job,
                     status,
                     work: (),
-                } => self.send(lane, job, status, &piece),
+                } if job.is_local_on_device && job.direction == Direction::Write => {
+                    self.stage(lane, &mut ahead, job, status, &mut piece)
+                }
+                Taken::Piece {
+                    job,
+                    status,
+                    work: (),
+                } => self.send(lane, job, status, &piece, None),
             };
             if let Err(error) = turned {
                 self.fail(&self.broken(&error));
                 break;
             }
         }
+    }
+
+    /// Begins to copy a piece out of device memory; it is sent later.
+    fn stage(
+        &self,
+        lane: &Lane,
+        ahead: &mut Ahead<'_>,
+        job: Arc<Job>,
+        status: Arc<Status>,
+        piece: &mut Piece,
+    ) -> io::Result<()> {
+        let place = |range: &PieceRange| {
+            let pair = job.pairs.get(range.pair)?;
+            Some((pair.local.place(range.src, range.len), range.len))
+        };
+        let places = piece.ranges.iter().filter_map(place);
+        let places = places.map(|(place, len)| Ok((place?, len)));
+        let places = places.collect::<Result<Vec<_>, TransportError>>();
+        let packed = loop {
+            let taken = places
+                .as_ref()
+                .map_err(Clone::clone)
+                .and_then(|places| Packed::take(places, Way::Out, ahead.pieces.is_empty()));
+            match taken {
+                Ok(None) => {
+                    if let Err(error) = self.send_oldest(lane, ahead) {
+                        // It was taken, and nothing of it was sent.
+                        status.piece_done(Err(self.broken(&error).with_proof()));
+                        return Err(error);
+                    }
+                }
+                Ok(Some(packed)) => break Ok(packed),
+                Err(error) => break Err(error),
+            }
+        };
+        let packed = packed.and_then(|mut packed| {
+            let places = places.as_deref().unwrap_or_default();
+            // SAFETY: the ranges were just checked against regions that the job keeps.
+            unsafe { packed.gather(places, job.after_opt)? };
+            Ok(packed)
+        });
+        match packed {
+            Ok(packed) => ahead.pieces.push_back(StagedPiece {
+                packed,
+                job,
+                status,
+                piece: std::mem::take(piece),
+            }),
+            // Of this piece nothing was sent; the stream is as it was.
+            Err(error) => {
+                drop(job);
+                status.piece_done(Err(error));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest copy out of device memory and sends the piece.
+    fn send_oldest(&self, lane: &Lane, ahead: &mut Ahead<'_>) -> io::Result<()> {
+        let Some(mut staged) = ahead.pieces.pop_front() else {
+            return Ok(());
+        };
+        if let Err(error) = staged.packed.wait() {
+            let StagedPiece { status, job, .. } = staged;
+            drop(job);
+            status.piece_done(Err(error));
+            return Ok(());
+        }
+        let payload = (staged.packed.address(), staged.piece.bytes);
+        // The buffer is kept until all of it was sent.
+        self.send(
+            lane,
+            staged.job,
+            staged.status,
+            &staged.piece,
+            Some(payload),
+        )
     }
 
     /// Sends a piece, and reads answers if too many are owed.
@@ -260,9 +360,10 @@ impl Lanes {
         job: Arc<Job>,
         status: Arc<Status>,
         piece: &Piece,
+        payload_opt: Option<(u64, u64)>,
     ) -> io::Result<()> {
         let mut state = lane.lock();
-        lane.ask(&mut state, job, status, piece)?;
+        lane.ask(&mut state, job, status, piece, payload_opt)?;
         while state.unanswered.len() > UNANSWERED_PIECES
             || state.unanswered_bytes > UNANSWERED_BYTES
         {
@@ -275,7 +376,13 @@ impl Lanes {
     fn wait(&self, lane: &Lane) -> io::Result<()> {
         lane.is_waiting.store(true, Ordering::SeqCst);
         // A batch that came before the flag was up woke nobody.
-        let (interest, timeout_opt) = match lane.lock().time_left(self.stall_timeout) {
+        let state = lane.lock();
+        let is_landing = !state.landing.is_empty();
+        let time_left_opt = state.time_left(self.stall_timeout);
+        drop(state);
+        let (interest, timeout_opt) = match time_left_opt {
+            // What has come goes on to its device while more comes.
+            _ if is_landing => (Interest::Readable, Some(Duration::ZERO)),
             _ if self.queue.has_work() => (Interest::Ended, Some(Duration::ZERO)),
             Some(left) => (Interest::Readable, Some(left)),
             // Whoever makes the peer owe an answer reads it, or wakes this thread.
@@ -293,8 +400,13 @@ impl Lanes {
             let _ = (&lane.wake).read(&mut [0; 8]);
         }
         let mut state = lane.lock();
-        if is_ready {
+        // The end of the stream is for the next turn, when all that came has landed.
+        if is_ready && !(is_landing && state.unanswered.is_empty()) {
             return self.read_answer(lane, &mut state);
+        }
+        if is_landing {
+            state.finish_landing();
+            return Ok(());
         }
         match state.time_left(self.stall_timeout) {
             Some(Duration::ZERO) => Err(io::ErrorKind::TimedOut.into()),
@@ -325,11 +437,16 @@ impl Lanes {
             AnswerCode::NotRegistered => refused(TransportErrorKind::NotRegistered),
             AnswerCode::BadKey => refused(TransportErrorKind::BadKey),
             AnswerCode::OutOfBounds => refused(TransportErrorKind::OutOfBounds),
+            AnswerCode::DeviceFailed => refused(TransportErrorKind::Device),
             AnswerCode::Unknown(_) => {
                 refused(TransportErrorKind::Protocol).map_err(TransportError::without_proof)
             }
         };
-        if result.is_ok() && oldest.job.direction == Direction::Read {
+        let is_read = result.is_ok() && oldest.job.direction == Direction::Read;
+        if is_read && oldest.job.is_local_on_device {
+            return self.receive_for_device(lane, state);
+        }
+        if is_read {
             let vectors = &mut state.vectors.0;
             vectors.clear();
             for range in &oldest.ranges {
@@ -357,6 +474,124 @@ impl Lanes {
     }
 }
 
+impl Lanes {
+    /// Reads the payload of the oldest piece, whose answer was read, and begins to copy it into
+    /// device memory.
+    fn receive_for_device(&self, lane: &Lane, state: &mut LaneState) -> io::Result<()> {
+        let Some(oldest) = state.unanswered.pop_front() else {
+            return Ok(());
+        };
+        state.unanswered_bytes -= oldest.bytes;
+        state.answered_opt = Some(Instant::now());
+        let place = |range: &PieceRange| {
+            let pair = oldest.job.pairs.get(range.pair)?;
+            Some((pair.local.place(range.dst, range.len), range.len))
+        };
+        let places = oldest.ranges.iter().filter_map(place);
+        let places = places.map(|(place, len)| Ok((place?, len)));
+        let places = places.collect::<Result<Vec<_>, TransportError>>();
+        let places = places.map_err(io::Error::other);
+        let taken = places.and_then(|places| {
+            let packed = loop {
+                let may_wait = state.landing.is_empty();
+                match Packed::take(&places, Way::In, may_wait).map_err(io::Error::other)? {
+                    Some(packed) => break packed,
+                    None => state.finish_landing(),
+                }
+            };
+            let mut vectors = [io_vec(packed.address(), oldest.bytes)];
+            let deadline = Instant::now() + self.stall_timeout;
+            // SAFETY: a pinned buffer that is kept, with room for the piece.
+            unsafe { receive_all(&lane.stream, &mut vectors, deadline)? };
+            Ok((packed, places))
+        });
+        let Unanswered { status, job, .. } = oldest;
+        let (mut packed, places) = match taken {
+            Ok(taken) => taken,
+            Err(error) => {
+                // The payload was not read, so the stream is of no use any more.
+                drop(job);
+                status.piece_done(Err(self.broken(&error)));
+                return Err(error);
+            }
+        };
+        // SAFETY: the ranges were just checked against regions that the job keeps.
+        let begun = unsafe { packed.scatter(&places) };
+        state.landing.push_back(Landing {
+            packed,
+            job,
+            status,
+            begun,
+        });
+        if state.landing.len() >= DEPTH {
+            state.finish_landing();
+        }
+        Ok(())
+    }
+}
+
+/// A piece whose copy out of device memory is under way; it was taken and is not sent.
+struct StagedPiece {
+    // In front of the job, so that regions are let go when nothing is under way any more.
+    packed: Packed,
+    job: Arc<Job>,
+    status: Arc<Status>,
+    piece: Piece,
+}
+
+/// What a lane has staged and not sent; it fails with the session.
+struct Ahead<'a> {
+    lanes: &'a Lanes,
+    pieces: VecDeque<StagedPiece>,
+}
+
+impl Drop for Ahead<'_> {
+    fn drop(&mut self) {
+        for staged in std::mem::take(&mut self.pieces) {
+            let reason = self.lanes.queue.closed_reason();
+            let reason = reason.unwrap_or_else(TransportError::closed_session);
+            let StagedPiece {
+                packed,
+                job,
+                status,
+                ..
+            } = staged;
+            // Waits for the copy.
+            drop(packed);
+            drop(job);
+            status.piece_done(Err(reason.with_proof()));
+        }
+    }
+}
+
+/// A piece whose copy into device memory is under way.
+struct Landing {
+    // In front of the job, so that regions are let go when nothing is under way any more.
+    packed: Packed,
+    job: Arc<Job>,
+    status: Arc<Status>,
+    begun: Result<(), TransportError>,
+}
+
+impl LaneState {
+    /// Waits for the oldest copy into device memory and reports its piece.
+    fn finish_landing(&mut self) {
+        let Some(landing) = self.landing.pop_front() else {
+            return;
+        };
+        let Landing {
+            mut packed,
+            job,
+            status,
+            begun,
+        } = landing;
+        let result = begun.and(packed.wait());
+        drop(packed);
+        drop(job);
+        status.piece_done(result);
+    }
+}
+
 impl Lane {
     fn lock(&self) -> MutexGuard<'_, LaneState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -380,6 +615,7 @@ impl Lane {
         job: Arc<Job>,
         status: Arc<Status>,
         piece: &Piece,
+        payload_opt: Option<(u64, u64)>,
     ) -> io::Result<()> {
         let id = state.next;
         state.next += 1;
@@ -427,7 +663,9 @@ impl Lane {
         let vectors = &mut state.vectors.0;
         vectors.clear();
         vectors.push(io_vec(header.as_ptr() as u64, header.len() as u64));
-        if is_write {
+        if let Some((address, bytes)) = payload_opt {
+            vectors.push(io_vec(address, bytes));
+        } else if is_write {
             for (pair, ranges) in groups {
                 for range in ranges {
                     let address = pair.local.address(range.src, range.len);
@@ -437,7 +675,7 @@ impl Lane {
             }
         }
         // SAFETY: the first range is the header; the others were just made from checked addresses
-        // of regions that the job keeps mapped.
+        // of regions that the job keeps mapped, or are a filled buffer that the caller keeps.
         unsafe { send_all(&self.stream, vectors) }
     }
 }
@@ -456,6 +694,9 @@ impl Drop for EndOfLane<'_> {
         ));
         let mut state = self.lane.lock();
         state.is_over = true;
+        while !state.landing.is_empty() {
+            state.finish_landing();
+        }
         let unanswered = std::mem::take(&mut state.unanswered);
         drop(state);
         let Some(first_cause) = self.lanes.queue.closed_reason() else {
@@ -469,6 +710,10 @@ impl Drop for EndOfLane<'_> {
 }
 
 fn is_very_small(job: &Job) -> bool {
+    // A device's copies are waited for, and whoever submits must not be.
+    if job.is_local_on_device {
+        return false;
+    }
     let (most_bytes, most_ranges) = match job.waits_until_opt {
         Some(_) => HERE_IF_WAITED_FOR,
         None => HERE,

@@ -1,5 +1,6 @@
 //! Between any two hosts: several streams to a peer, payload sent straight out of the pool
-//! and received straight into it.
+//! and received straight into it; through pinned buffers where the pool is a device's memory, with
+//! copies of some pieces under way while others are on the wire.
 //!
 //! When one lane dies the session is dead: which bytes have landed is not known, so its batches
 //! fail without the proof that writes have stopped, unless the peer's refusal says so.
@@ -20,6 +21,7 @@ use std::time::Duration;
 use rustix::net::sockopt;
 
 use crate::error::{TransportError, TransportErrorKind};
+use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
 use crate::status::Status;
 use crate::transport::tcp::lane::Lanes;
@@ -122,6 +124,11 @@ fn notice_dead_hosts(stream: &TcpStream) -> io::Result<()> {
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
+    }
+
+    /// Device memory goes through pinned buffers, on each side for itself.
+    fn can_move(&self, _local: Location, _remote: &RemoteRegion) -> bool {
+        true
     }
 
     fn submit(&self, job: Job, status: Arc<Status>) {

@@ -1,8 +1,10 @@
 //! The side whose memory it is: checks a piece's header, then reads its payload straight into the
 //! regions, or sends it straight out of them.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -10,7 +12,11 @@ use std::time::{Duration, Instant};
 #[cfg(feature = "rdma")]
 use common::wire::rdma_control::ControlType;
 
+use crate::device::packed::{Packed, any_device};
+use crate::device::staging::{DEPTH, Way};
 use crate::engine::EngineInner;
+use crate::error::{TransportError, TransportErrorKind};
+use crate::foreign::Place;
 use crate::region::RegionGuard;
 use crate::session::Direction;
 use crate::sys::{self, IoVec, io_vec};
@@ -98,7 +104,17 @@ fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::
     (&**stream).write_all(&wire::welcome())?;
     stream.set_read_timeout(Some(STALL_TIMEOUT))?;
     let mut receiver = Receiver::new(stream);
-    while receiver.wait_for_piece()? {
+    loop {
+        // What is under way goes on while the next piece comes in; a peer that sends nothing more
+        // is answered.
+        let is_full = receiver.pending.len() >= DEPTH;
+        if !receiver.pending.is_empty() && (is_full || !receiver.has_more()?) {
+            receiver.finish_oldest()?;
+            continue;
+        }
+        if !receiver.wait_for_piece()? {
+            break;
+        }
         let Some(owner) = engine.upgrade() else {
             return Ok(());
         };
@@ -134,7 +150,18 @@ const READ_AHEAD_BYTES: usize = 4608;
 /// The regions of a piece, and its ranges in them.
 struct Target {
     guards: Vec<RegionGuard>,
-    vectors: Vec<IoVec>,
+    places: Vec<(Place, u64)>,
+}
+
+/// A piece of device memory whose copy is under way; its answer is owed.
+struct Pending {
+    // In front of the guards, so that regions are let go when nothing is under way any more.
+    packed: Packed,
+    _guards: Vec<RegionGuard>,
+    piece: u64,
+    /// Bytes that follow the answer of a read.
+    payload: u64,
+    begun: Result<(), TransportError>,
 }
 
 struct Receiver<'a> {
@@ -143,6 +170,8 @@ struct Receiver<'a> {
     buffer: Vec<u8>,
     start: usize,
     end: usize,
+    /// Oldest first; answers are given in order.
+    pending: VecDeque<Pending>,
 }
 
 impl<'a> Receiver<'a> {
@@ -152,7 +181,88 @@ impl<'a> Receiver<'a> {
             buffer: vec![0; READ_AHEAD_BYTES],
             start: 0,
             end: 0,
+            pending: VecDeque::new(),
         }
+    }
+
+    /// Whether the peer has sent more already, or has ended.
+    fn has_more(&self) -> io::Result<bool> {
+        let [is_ready] = sys::wait_readable([self.stream.as_fd()], Some(Duration::ZERO))?;
+        Ok(self.start < self.end || is_ready)
+    }
+
+    /// Waits for the oldest copy and gives its answer.
+    fn finish_oldest(&mut self) -> io::Result<()> {
+        let Some(mut pending) = self.pending.pop_front() else {
+            return Ok(());
+        };
+        let waited = pending.packed.wait();
+        if let Err(error) = pending.begun.and(waited) {
+            tracing::warn!(%error, "a piece was not copied from or to device memory");
+            let text = error.to_string();
+            let answer = wire::answer(pending.piece, AnswerCode::DeviceFailed, &text);
+            return self.stream.write_all(&answer);
+        }
+        let answer = wire::answer(pending.piece, AnswerCode::Done, "");
+        let mut vectors = [
+            io_vec(answer.as_ptr() as u64, answer.len() as u64),
+            io_vec(pending.packed.address(), pending.payload),
+        ];
+        // SAFETY: the first range is `answer`, the second a part of a buffer that is filled and
+        // kept.
+        unsafe { send_all(self.stream, &mut vectors) }
+    }
+
+    /// As the pieces in host memory, with the copy left under way.
+    fn serve_on_device(&mut self, header: &RequestHeader, target: Target) -> io::Result<()> {
+        let way = match header.direction {
+            Direction::Write => Way::In,
+            Direction::Read => Way::Out,
+        };
+        let mut packed = loop {
+            match Packed::take(&target.places, way, self.pending.is_empty()) {
+                Ok(Some(packed)) => break packed,
+                Ok(None) => self.finish_oldest()?,
+                Err(error) => {
+                    tracing::warn!(%error, "a piece of device memory was refused");
+                    if header.direction == Direction::Write {
+                        self.discard(header.payload)?;
+                    }
+                    while !self.pending.is_empty() {
+                        self.finish_oldest()?;
+                    }
+                    let code = match error.kind() {
+                        TransportErrorKind::OutOfBounds => AnswerCode::OutOfBounds,
+                        _ => AnswerCode::DeviceFailed,
+                    };
+                    let answer = wire::answer(header.piece, code, &error.to_string());
+                    return self.stream.write_all(&answer);
+                }
+            }
+        };
+        if header.direction == Direction::Write {
+            let mut vectors = [io_vec(packed.address(), header.payload)];
+            self.receive_payload(&mut vectors)?;
+        }
+        // SAFETY: the ranges were checked against regions whose guards are kept until the copy is
+        // over, and no reference to pool memory is ever made.
+        let begun = unsafe {
+            match header.direction {
+                Direction::Write => packed.scatter(&target.places),
+                Direction::Read => packed.gather(&target.places, None),
+            }
+        };
+        self.pending.push_back(Pending {
+            packed,
+            _guards: target.guards,
+            piece: header.piece,
+            payload: match header.direction {
+                Direction::Write => 0,
+                Direction::Read => header.payload,
+            },
+            begun,
+        });
+        Ok(())
     }
 
     /// Waits, for as long as it takes, for the first byte of a piece. False at the end.
@@ -200,14 +310,28 @@ impl<'a> Receiver<'a> {
         let groups = header.groups as usize * GROUP_BYTES;
         let tail = self.take(groups + header.ranges as usize * RANGE_BYTES)?;
         let answer = |code, text: &str| wire::answer(header.piece, code, text);
-        match check(engine, &header, tail.split_at(groups))? {
-            Ok(mut target) => match header.direction {
-                Direction::Write => {
-                    self.receive_payload(&mut target)?;
-                    self.stream.write_all(&answer(AnswerCode::Done, ""))
+        let checked = check(engine, &header, tail.split_at(groups))?;
+        if let Ok(target) = &checked
+            && any_device(&target.places)
+        {
+            return checked.map_or(Ok(()), |target| self.serve_on_device(&header, target));
+        }
+        while !self.pending.is_empty() {
+            self.finish_oldest()?;
+        }
+        match checked {
+            Ok(target) => {
+                let mut vectors = target.vectors();
+                match header.direction {
+                    Direction::Write => {
+                        self.receive_payload(&mut vectors)?;
+                        self.stream.write_all(&answer(AnswerCode::Done, ""))
+                    }
+                    Direction::Read => {
+                        self.send_payload(&answer(AnswerCode::Done, ""), &mut vectors)
+                    }
                 }
-                Direction::Read => self.send_payload(&answer(AnswerCode::Done, ""), &mut target),
-            },
+            }
             Err((code, text)) => {
                 tracing::warn!(reason = text, "a request was refused");
                 if header.direction == Direction::Write {
@@ -218,15 +342,17 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    fn receive_payload(&mut self, target: &mut Target) -> io::Result<()> {
+    /// Reads the payload into ranges that the caller has checked and keeps.
+    fn receive_payload(&mut self, vectors: &mut [IoVec]) -> io::Result<()> {
         let deadline = Instant::now() + PAYLOAD_TIMEOUT;
         let ahead = self.buffer.get(self.start..self.end).unwrap_or_default();
         let mut rest = ahead;
-        for vector in &target.vectors {
+        for vector in &*vectors {
             let step = rest.len().min(vector.iov_len);
             let (now, later) = rest.split_at(step);
-            // SAFETY: the range was made from a checked address of a region whose guard `target`
-            // holds; no reference to pool memory is ever made, so `now` cannot overlap it.
+            // SAFETY: the range was made from a checked address of a region whose guard the caller
+            // holds, or is a pinned buffer; no reference to either is ever made, so `now` cannot
+            // overlap it.
             unsafe { sys::copy(now.as_ptr(), vector.iov_base.cast(), step) };
             rest = later;
             if rest.is_empty() {
@@ -235,17 +361,17 @@ impl<'a> Receiver<'a> {
         }
         let copied = ahead.len() - rest.len();
         self.start += copied;
-        let left = sys::advance(&mut target.vectors, copied);
+        let left = sys::advance(vectors, copied);
         // SAFETY: as above.
         unsafe { receive_all(self.stream, left, deadline) }
     }
 
-    fn send_payload(&mut self, answer: &[u8], target: &mut Target) -> io::Result<()> {
-        let mut vectors = Vec::with_capacity(target.vectors.len() + 1);
+    fn send_payload(&mut self, answer: &[u8], payload: &mut Vec<IoVec>) -> io::Result<()> {
+        let mut vectors = Vec::with_capacity(payload.len() + 1);
         vectors.push(io_vec(answer.as_ptr() as u64, answer.len() as u64));
-        vectors.append(&mut target.vectors);
+        vectors.append(payload);
         // SAFETY: the first range is `answer`; the others were made from checked addresses of
-        // regions whose guards `target` holds.
+        // regions whose guards the caller holds.
         unsafe { send_all(self.stream, &mut vectors) }
     }
 
@@ -257,6 +383,14 @@ impl<'a> Receiver<'a> {
             bytes -= step;
         }
         Ok(())
+    }
+}
+
+impl Target {
+    /// The ranges as the kernel takes them, of a piece without device memory.
+    fn vectors(&self) -> Vec<IoVec> {
+        let vector = |(place, len): &(Place, u64)| io_vec(place.number(), *len);
+        self.places.iter().map(vector).collect()
     }
 }
 
@@ -279,7 +413,7 @@ fn check(
     let (ranges, _) = ranges.as_chunks::<RANGE_BYTES>();
     let mut target = Target {
         guards: Vec::with_capacity(groups.len()),
-        vectors: Vec::with_capacity(ranges.len()),
+        places: Vec::with_capacity(ranges.len()),
     };
     let mut ranges = ranges.iter();
     let mut refused = None;
@@ -291,8 +425,8 @@ fn check(
             let (offset, len) = wire::parse_range(ranges.next().ok_or_else(disagrees)?)?;
             payload = payload.checked_add(len).ok_or_else(disagrees)?;
             match &guard {
-                Ok(guard) => match guard.region().address(offset, len) {
-                    Ok(address) => target.vectors.push(io_vec(address as u64, len)),
+                Ok(guard) => match guard.region().place(offset, len) {
+                    Ok(place) => target.places.push((place, len)),
                     Err(error) => {
                         refused.get_or_insert((AnswerCode::OutOfBounds, error.to_string()));
                     }

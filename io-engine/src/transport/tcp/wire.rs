@@ -50,6 +50,7 @@ pub(crate) enum AnswerCode {
     NotRegistered,
     BadKey,
     OutOfBounds,
+    DeviceFailed,
     Unknown(u8),
 }
 
@@ -60,6 +61,7 @@ impl AnswerCode {
             Self::NotRegistered => 1,
             Self::BadKey => 2,
             Self::OutOfBounds => 3,
+            Self::DeviceFailed => 4,
             Self::Unknown(number) => number,
         }
     }
@@ -70,6 +72,7 @@ impl AnswerCode {
             1 => Self::NotRegistered,
             2 => Self::BadKey,
             3 => Self::OutOfBounds,
+            4 => Self::DeviceFailed,
             other => Self::Unknown(other),
         }
     }
