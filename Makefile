@@ -31,10 +31,16 @@ help: ## Lists the targets
 RDMA_BUILD := LIBCLANG_PATH=/usr/lib/llvm-14/lib
 WITH_RDMA := $(or $(RDMA),$(findstring rdma,$(DEMO_ARGS)))
 
+# Device memory needs a driver; without one the demo runs over a stand-in for it.
+ON_DEVICE := $(findstring --memory device,$(DEMO_ARGS))
+STAND_IN = if [[ -z "$${FERRY_CUDA_LIBRARY:-}" ]] && ! ldconfig -p | grep -qE 'lib(cuda\.so\.1|amdhip64\.so)'; then \
+	  echo "no driver was found: device memory is that of the stand-in"; \
+	  export FERRY_CUDA_LIBRARY=$(abspath $(or $(CARGO_TARGET_DIR),target)/release/libdevice_stand_in.so); fi;
+
 demo: cargo $(if $(WITH_RDMA),verbs-headers) ## Moves 256 requests' hybrid state between real processes and verifies every byte (DEMO_ARGS="--help" lists options)
 	$(if $(WITH_RDMA),$(RDMA_BUILD)) $(CARGO) build --release --locked --package bootstrap-server --package transfer-actor \
-	  --package demo $(if $(WITH_RDMA),--features demo/rdma)
-	$(or $(CARGO_TARGET_DIR),target)/release/ferry-demo $(DEMO_ARGS)
+	  --package demo $(if $(WITH_RDMA),--features demo/rdma) $(if $(ON_DEVICE),--package device-stand-in)
+	$(if $(ON_DEVICE),$(STAND_IN)) $(or $(CARGO_TARGET_DIR),target)/release/ferry-demo $(DEMO_ARGS)
 
 .PHONY: release
 release: cargo python verbs-headers ## Builds the programs and the wheel with all transports, rdma too

@@ -78,6 +78,15 @@ pub enum Transport {
     Tcp,
 }
 
+/// Where the engines' pools are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+pub enum PoolMemory {
+    /// Shared memory of the host.
+    Host,
+    /// Memory of a device of CUDA's, or of HIP's where there is no CUDA.
+    Device,
+}
+
 /// What a run is to do.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
@@ -92,6 +101,10 @@ pub struct RunArgs {
     /// How bytes move
     #[arg(long, value_enum, default_value_t = Transport::Auto)]
     pub transport: Transport,
+
+    /// Where the engines' pools are; without a driver FERRY_CUDA_LIBRARY can name a stand-in for it
+    #[arg(long, value_enum, default_value_t = PoolMemory::Host)]
+    pub memory: PoolMemory,
 
     /// How many requests are sent
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]

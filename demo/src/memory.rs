@@ -4,9 +4,12 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
-use io_engine::{ByteLen, ByteOffset, Memory};
+use io_engine::{
+    ByteLen, ByteOffset, DeviceMemory, DeviceRuntime, Memory, TransportError, device_count,
+};
 use serde::{Deserialize, Serialize};
 
+use crate::args::PoolMemory;
 use crate::content::{Background, Coordinates};
 use crate::layout::{Component, ComponentLayout, RankLayout, Side, Tensor};
 
@@ -127,26 +130,70 @@ struct Owner {
     ordinal: u32,
 }
 
+/// A pool, wherever it is.
+pub enum Pool {
+    Host(Memory),
+    Device(DeviceMemory),
+}
+
+impl Pool {
+    fn allocate(place: PoolMemory, name: &str, tp_rank: u32, bytes: u64) -> Result<Self> {
+        let len = ByteLen(bytes);
+        match place {
+            PoolMemory::Host => Ok(Self::Host(Memory::allocate(name, len)?)),
+            PoolMemory::Device => {
+                let cuda = device_count(DeviceRuntime::Cuda);
+                let (runtime, devices) = match &cuda {
+                    Ok(count) => (DeviceRuntime::Cuda, *count),
+                    Err(error) => {
+                        let count = device_count(DeviceRuntime::Hip);
+                        let both = |other| anyhow!("{error}; {other}");
+                        (DeviceRuntime::Hip, count.map_err(both)?)
+                    }
+                };
+                let number = tp_rank % devices.max(1);
+                Ok(Self::Device(DeviceMemory::allocate(runtime, number, len)?))
+            }
+        }
+    }
+
+    /// Copies bytes out.
+    pub fn read(&self, offset: ByteOffset, out: &mut [u8]) -> Result<(), TransportError> {
+        match self {
+            Self::Host(memory) => memory.read(offset, out),
+            Self::Device(memory) => memory.read(offset, out),
+        }
+    }
+
+    /// Copies bytes in.
+    pub fn write(&self, offset: ByteOffset, bytes: &[u8]) -> Result<(), TransportError> {
+        match self {
+            Self::Host(memory) => memory.write(offset, bytes),
+            Self::Device(memory) => memory.write(offset, bytes),
+        }
+    }
+}
+
 /// The pools of one rank, and whose state each item holds.
 pub struct RankMemory {
     /// What lies where.
     pub layout: RankLayout,
     seed: u64,
-    pools: Vec<Memory>,
+    pools: Vec<Pool>,
     /// For each component the last request that was placed in each item.
     owners: Mutex<Vec<Vec<Option<Owner>>>>,
 }
 
 impl RankMemory {
     /// Allocates the pools and writes the background everywhere.
-    pub fn allocate(layout: RankLayout, seed: u64) -> Result<Self> {
+    pub fn allocate(layout: RankLayout, place: PoolMemory, seed: u64) -> Result<Self> {
         let mut pools = Vec::with_capacity(layout.components.len());
         for component in &layout.components {
             let name = format!(
                 "ferry-{}-{}-{}",
                 layout.side, layout.tp_rank, component.component
             );
-            let memory = Memory::allocate(&name, ByteLen(component.pool_bytes))
+            let memory = Pool::allocate(place, &name, layout.tp_rank, component.pool_bytes)
                 .with_context(|| format!("allocating {} bytes for {name}", component.pool_bytes))?;
             pools.push(memory);
         }
@@ -173,7 +220,7 @@ impl RankMemory {
     }
 
     /// The pools, in the order of the layout's components.
-    pub fn pools(&self) -> &[Memory] {
+    pub fn pools(&self) -> &[Pool] {
         &self.pools
     }
 

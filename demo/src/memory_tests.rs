@@ -1,6 +1,7 @@
 //! The check must pass on what a perfect transfer leaves, and find every kind of damage.
 
 use super::*;
+use crate::args::PoolMemory;
 use crate::layout::Capacity;
 use crate::model::{ModelName, ModelShape};
 
@@ -15,7 +16,7 @@ fn memory(side: Side, tp_size: u32, tp_rank: u32) -> RankMemory {
         requests: 4,
     };
     let layout = RankLayout::new(&model, side, tp_size, tp_rank, 4, capacity);
-    RankMemory::allocate(layout, SEED).expect("there is memory")
+    RankMemory::allocate(layout, PoolMemory::Host, SEED).expect("there is memory")
 }
 
 fn placed() -> Vec<Placed> {

@@ -52,7 +52,8 @@ impl DeviceRuntime {
         }
     }
 
-    pub(crate) fn from_name(name: Option<&str>) -> Self {
+    /// The runtime with a name; [`Self::Unnamed`] for every other.
+    pub fn from_name(name: Option<&str>) -> Self {
         match name {
             Some("cuda") => Self::Cuda,
             Some("hip") => Self::Hip,

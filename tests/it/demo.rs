@@ -43,9 +43,17 @@ fn demo_program() -> PathBuf {
     program
 }
 
+/// The library in the place of a device's driver, which cargo puts beside the test.
+fn stand_in() -> PathBuf {
+    let test = std::env::current_exe().expect("the test has a path");
+    test.with_file_name("libdevice_stand_in.so")
+}
+
 fn demo(arguments: &[&str]) -> Command {
     let mut command = Command::new(demo_program());
     command.args(SMALL).args(arguments).stdin(Stdio::null());
+    // Only runs with device memory look for it.
+    command.env("FERRY_CUDA_LIBRARY", stand_in());
     command
 }
 
@@ -123,6 +131,49 @@ fn a_hybrid_model_crosses_from_tp_4_to_2_over_cma() {
         &HYBRID,
         "cma",
     );
+}
+
+#[test]
+fn a_hybrid_model_crosses_in_device_memory_over_shared_handles() {
+    let arguments = [
+        "--memory",
+        "device",
+        "--prefill-tp",
+        "4",
+        "--decode-tp",
+        "2",
+    ];
+    // Of the service's own order: it is what reaches device memory first.
+    assert_passes(&arguments, &HYBRID, "shm");
+}
+
+#[test]
+fn a_hybrid_model_crosses_in_device_memory_staged_over_tcp() {
+    let tcp = [
+        "--memory",
+        "device",
+        "--transport",
+        "tcp",
+        "--prefill-tp",
+        "2",
+        "--decode-tp",
+        "4",
+    ];
+    assert_passes(&tcp, &HYBRID, "tcp");
+}
+
+#[test]
+fn device_memory_without_a_driver_is_an_error_that_says_so() {
+    let mut command = demo(&["--memory", "device"]);
+    command.env("FERRY_CUDA_LIBRARY", "/nowhere/libcuda.so.1");
+    command.env("FERRY_HIP_LIBRARY", "/nowhere/libamdhip64.so");
+    let output = command.output().expect("it runs");
+    assert!(!output.status.success());
+    let said = String::from_utf8_lossy(&output.stderr);
+    for runtime in ["cuda", "hip"] {
+        let words = format!("no driver of {runtime} was found");
+        assert!(said.contains(&words), "{said}");
+    }
 }
 
 #[test]

@@ -3,6 +3,8 @@
 //!
 //! These are wire types: `TryFrom` makes a [`common::schema::RankLayout`] from [`LayoutSpec`].
 
+use std::collections::BTreeMap;
+
 use common::topology::ParallelConfig;
 use serde::{Deserialize, Serialize};
 
@@ -34,8 +36,27 @@ pub struct AttachRequest {
     pub engine: EngineSpec,
     /// Bytes of each pool, in the order of the file descriptors.
     pub pools: Vec<u64>,
+    /// Those pools that are in device memory, by their places in `pools`. Each comes as the
+    /// descriptors of its parts, in the place of the one descriptor of a pool in host memory.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub device_pools: BTreeMap<usize, DevicePool>,
     /// The buffers inside the pools.
     pub layout: LayoutSpec,
+}
+
+/// A pool in device memory, as its driver exports it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DevicePool {
+    /// `cuda` or `hip`.
+    pub runtime: String,
+    /// The device's UUID, in hexadecimal.
+    pub device: String,
+    /// How far behind the beginning of its first part the pool begins, in bytes.
+    #[serde(default)]
+    pub lead: u64,
+    /// Bytes of each allocation that it lies in.
+    pub parts: Vec<u64>,
 }
 
 /// Sizes and ranks in the parallel groups, by SGLang's names; sizes default to 1, ranks to 0.

@@ -89,7 +89,8 @@ pub struct RankClient {
 }
 
 impl RankClient {
-    /// Hands a rank to the service behind two sockets. `pools` run parallel to `request.pools`.
+    /// Hands a rank to the service behind two sockets. `pools` run parallel to `request.pools`; one in
+    /// device memory has the descriptors of its parts there.
     /// Returns once the rank is up and, for a prefill, registered at its bootstrap server.
     ///
     /// # Errors

@@ -182,6 +182,7 @@ fn engine_config(args: &RunArgs, seed: u64, chunk_pages: u32, side: Side) -> Eng
     EngineConfig {
         model: args.model,
         scale: args.scale,
+        memory: args.memory,
         tp_size: match side {
             Side::Prefill => args.prefill_tp,
             Side::Decode => args.decode_tp,

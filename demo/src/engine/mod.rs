@@ -20,7 +20,7 @@ use anyhow::{Context, Result};
 use futures::future::try_join_all;
 use serde::{Deserialize, Serialize};
 
-use crate::args::Injection;
+use crate::args::{Injection, PoolMemory};
 use crate::layout::{CANARY_STRIDE, Capacity, Component, RankLayout, Side};
 use crate::memory::CheckedBytes;
 use crate::model::{ModelName, ModelShape};
@@ -33,6 +33,8 @@ pub struct EngineConfig {
     pub model: ModelName,
     /// How far it is scaled.
     pub scale: f64,
+    /// Where the pools are.
+    pub memory: PoolMemory,
     /// Ranks of this engine.
     pub tp_size: u32,
     /// Tokens of one page.

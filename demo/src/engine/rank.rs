@@ -1,19 +1,20 @@
 //! One rank of an engine: its pools, its free pages and its place in the service.
 
 use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use transfer_actor::api::{
-    AttachRequest, EngineSpec, Indices, ParallelSpec, Role, RoomStatus, RoomView,
+    AttachRequest, DevicePool, EngineSpec, Indices, ParallelSpec, Role, RoomStatus, RoomView,
 };
 use transfer_actor::client::RankClient;
 
 use super::EngineConfig;
 use crate::content::Generator;
 use crate::layout::{CANARY_STRIDE, Component, RankLayout, Side};
-use crate::memory::{Placed, RankMemory};
+use crate::memory::{Placed, Pool, RankMemory};
 use crate::model::ModelShape;
 use crate::pages::FreeList;
 
@@ -67,6 +68,28 @@ impl Holding {
     }
 }
 
+/// What the service is handed of the pools, and what it is told of those in device memory.
+fn descriptors(memory: &RankMemory) -> Result<(Vec<OwnedFd>, BTreeMap<usize, DevicePool>)> {
+    let (mut descriptors, mut device_pools) = (Vec::new(), BTreeMap::new());
+    for (at, pool) in memory.pools().iter().enumerate() {
+        match pool {
+            Pool::Host(memory) => descriptors.push(memory.as_fd().try_clone_to_owned()?),
+            Pool::Device(memory) => {
+                let handles = memory.handles()?;
+                let device_pool = DevicePool {
+                    runtime: handles.runtime.name().to_owned(),
+                    device: hex::encode(handles.device),
+                    lead: handles.lead.get(),
+                    parts: handles.parts.iter().map(|(_, bytes)| bytes.get()).collect(),
+                };
+                device_pools.insert(at, device_pool);
+                descriptors.extend(handles.parts.into_iter().map(|(descriptor, _)| descriptor));
+            }
+        }
+    }
+    Ok((descriptors, device_pools))
+}
+
 impl Rank {
     /// Allocates the pools, hands them to the service and waits until the rank is up.
     pub async fn start(
@@ -77,7 +100,9 @@ impl Rank {
         let seed = config.seed;
         let (side, tp_rank) = (layout.side, layout.tp_rank);
         let spec = layout.to_spec(model);
-        let memory = blocking(move || RankMemory::allocate(layout, seed)).await?;
+        let place = config.memory;
+        let memory = blocking(move || RankMemory::allocate(layout, place, seed)).await?;
+        let (descriptors, device_pools) = descriptors(&memory)?;
         let request = AttachRequest {
             role: match side {
                 Side::Prefill => Role::Prefill,
@@ -103,13 +128,14 @@ impl Rank {
                 .iter()
                 .map(|part| part.pool_bytes)
                 .collect(),
+            device_pools,
             layout: spec,
         };
         let client = RankClient::attach(
             &config.attach_socket,
             &config.api_socket,
             &request,
-            memory.pools(),
+            &descriptors,
         )
         .await
         .with_context(|| format!("attaching {side} rank {tp_rank} to the service"))?;

@@ -3,7 +3,8 @@
 use std::any::Any;
 use std::ffi::c_int;
 use std::fmt;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 
 use common::ids::{ByteLen, ByteOffset};
@@ -29,8 +30,27 @@ struct Held {
     id: u64,
     /// Whether the driver exports it.
     exportable: OnceLock<Result<(), TransportError>>,
+    /// What it was imported from, where it is to be handed on: drivers do not export what they
+    /// imported.
+    handed_on_opt: Option<Exported>,
     /// Keeps the bytes; dropped after the last region and batch that use them.
     _keeper: Box<dyn Any + Send + Sync>,
+}
+
+/// Device memory as it travels to another process: its allocations' descriptors, and what is to be
+/// said beside them.
+#[derive(Debug)]
+pub struct DeviceHandles {
+    /// Whose driver manages it.
+    pub runtime: DeviceRuntime,
+    /// What tells its device from every other.
+    pub device: [u8; 16],
+    /// How far behind the beginning of the first allocation it begins.
+    pub lead: ByteOffset,
+    /// How many bytes there are.
+    pub bytes: ByteLen,
+    /// The allocations, in order: a descriptor, and the bytes of each.
+    pub parts: Vec<(OwnedFd, ByteLen)>,
 }
 
 /// Memory as another process can map it: the allocations that it lies in, in order.
@@ -230,6 +250,55 @@ impl DeviceMemory {
         Ok(memory)
     }
 
+    /// The memory for another process, which takes it by [`DeviceMemory::from_handles`].
+    ///
+    /// # Errors
+    /// The driver's, when it does not export it.
+    pub fn handles(&self) -> Result<DeviceHandles, TransportError> {
+        let exported = self.export()?;
+        let part = |part: ExportedPart| (part.descriptor, ByteLen(part.len));
+        Ok(DeviceHandles {
+            runtime: self.0.device.kind(),
+            device: self.device_uuid()?,
+            lead: ByteOffset(exported.lead),
+            bytes: self.len(),
+            parts: exported.parts.into_iter().map(part).collect(),
+        })
+    }
+
+    /// Maps memory that another process exported. It can be handed on, and stays when that process
+    /// ends.
+    ///
+    /// # Errors
+    /// [`TransportErrorKind::Device`] when there is no driver or it refuses;
+    /// [`TransportErrorKind::Memory`] when the numbers do not agree, or the device is none of this
+    /// process's.
+    pub fn from_handles(handles: DeviceHandles) -> Result<Self, TransportError> {
+        let device = device_by_uuid(handles.runtime, &handles.device)?;
+        let parts = handles
+            .parts
+            .into_iter()
+            .map(|(descriptor, len)| ExportedPart {
+                descriptor,
+                len: len.get(),
+            });
+        let exported = Exported {
+            parts: parts.collect(),
+            lead: handles.lead.get(),
+        };
+        let parts = exported.parts.iter();
+        let parts: Vec<_> = parts
+            .map(|part| (part.descriptor.as_fd(), part.len))
+            .collect();
+        let mapped = Self::map(device, &parts, exported.lead, handles.bytes.get())?;
+        let address = mapped.address + exported.lead;
+        let held = Held {
+            handed_on_opt: Some(exported),
+            ..Self::held(device, address, handles.bytes.get(), mapped)
+        };
+        Ok(Self(Arc::new(held)))
+    }
+
     /// Maps memory that another process exported. `len` bytes begin `lead` bytes behind the
     /// beginning of the first part.
     pub(crate) fn import(
@@ -238,6 +307,16 @@ impl DeviceMemory {
         lead: u64,
         len: u64,
     ) -> Result<Self, TransportError> {
+        let mapped = Self::map(device, parts, lead, len)?;
+        Ok(Self::hold(device, mapped.address + lead, len, mapped))
+    }
+
+    fn map(
+        device: Device,
+        parts: &[(BorrowedFd<'_>, u64)],
+        lead: u64,
+        len: u64,
+    ) -> Result<Mapped, TransportError> {
         let whole = parts
             .iter()
             .try_fold(0u64, |sum, (_, len)| sum.checked_add(*len));
@@ -256,20 +335,24 @@ impl DeviceMemory {
             mapped.push(handle, *len)?;
         }
         drop(entered);
-        let address = mapped.address + lead;
-        Ok(Self::hold(device, address, len, mapped))
+        Ok(mapped)
     }
 
     fn hold(device: Device, address: u64, len: u64, keeper: impl Any + Send + Sync) -> Self {
-        Self(Arc::new(Held {
+        Self(Arc::new(Self::held(device, address, len, keeper)))
+    }
+
+    fn held(device: Device, address: u64, len: u64, keeper: impl Any + Send + Sync) -> Held {
+        Held {
             device,
             stage: Stage::of(device),
             address,
             len,
             id: memory::next_id(),
             exportable: OnceLock::new(),
+            handed_on_opt: None,
             _keeper: Box::new(keeper),
-        }))
+        }
     }
 
     /// Where it is.
@@ -390,6 +473,20 @@ impl DeviceMemory {
     /// # Errors
     /// The driver's, when it does not export it.
     pub(crate) fn export(&self) -> Result<Exported, TransportError> {
+        if let Some(imported) = &self.0.handed_on_opt {
+            let copy = |part: &ExportedPart| {
+                Ok(ExportedPart {
+                    descriptor: part.descriptor.try_clone()?,
+                    len: part.len,
+                })
+            };
+            let parts = imported.parts.iter().map(copy);
+            let parts = parts.collect::<io::Result<_>>();
+            return Ok(Exported {
+                parts: parts.map_err(|error| TransportError::io("handing memory on", &error))?,
+                lead: imported.lead,
+            });
+        }
         let device = self.0.device;
         let calls = device.calls();
         let allocations = self.allocations()?;

@@ -23,8 +23,8 @@ use crate::error::{TransportError, TransportErrorKind};
 use crate::region::DeviceRuntime;
 use library::Calls;
 
-pub use memory::DeviceMemory;
 pub(crate) use memory::device_by_uuid;
+pub use memory::{DeviceHandles, DeviceMemory};
 pub use staging::{DeviceReport, device_report};
 
 /// One copy; a driver finds out by itself which side is where.

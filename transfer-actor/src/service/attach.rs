@@ -7,14 +7,17 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::ids::ByteLen;
+use common::ids::{ByteLen, ByteOffset};
 use common::topology::ParallelConfig;
-use io_engine::{AnyMemory, Engine, EngineConfig, Memory, RdmaOptions, Region};
+use io_engine::{
+    AnyMemory, DeviceHandles, DeviceMemory, DeviceRuntime, Engine, EngineConfig, Memory,
+    RdmaOptions, Region,
+};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
 
-use crate::api::{AttachReply, AttachRequest, Role};
+use crate::api::{AttachReply, AttachRequest, DevicePool, Role};
 use crate::client::MAX_POOLS;
 use crate::config::ServeConfig;
 use crate::rank::{RankBuffers, RankConfig, RankHandle};
@@ -201,9 +204,17 @@ async fn attach(
     if !service.is_open() {
         return Err("the service is shutting down; attach to another or later".to_owned());
     }
-    if fds.len() != request.pools.len() {
+    let parts_of = |at: usize| {
+        request
+            .device_pools
+            .get(&at)
+            .map_or(1, |pool| pool.parts.len())
+    };
+    let wanted: usize = (0..request.pools.len()).map(parts_of).sum();
+    let is_known = |at: &usize| *at < request.pools.len();
+    if fds.len() != wanted || !request.device_pools.keys().all(is_known) {
         return Err(format!(
-            "{} file descriptors came beside a request that names {} pools",
+            "{} file descriptors came beside a request that names {} pools of {wanted} parts",
             fds.len(),
             request.pools.len()
         ));
@@ -262,11 +273,20 @@ fn take_memory(
 ) -> Result<(Engine, RankBuffers, Vec<Region>), String> {
     let layout =
         place_layout(&request.layout, &request.pools).map_err(|error| error.to_string())?;
-    let pools = request.pools.iter().zip(fds).enumerate();
-    let pools = pools.map(|(at, (bytes, fd))| {
-        let memory = Memory::from_fd(fd, ByteLen(*bytes));
-        let memory = memory.map_err(|error| format!("pool {at}: {error}"))?;
-        Ok(AnyMemory::Pool(memory))
+    let mut fds = fds.into_iter();
+    let pools = request.pools.iter().enumerate().map(|(at, bytes)| {
+        let taken = match request.device_pools.get(&at) {
+            Some(pool) => take_device_memory(pool, *bytes, &mut fds),
+            None => fds
+                .next()
+                .ok_or_else(|| "its descriptor is missing".to_owned())
+                .and_then(|fd| {
+                    let memory = Memory::from_fd(fd, ByteLen(*bytes));
+                    memory.map_err(|error| error.to_string())
+                })
+                .map(AnyMemory::Pool),
+        };
+        taken.map_err(|error| format!("pool {at}: {error}"))
     });
     let pools: Vec<AnyMemory> = pools.collect::<Result<_, String>>()?;
     let mut engine_config =
@@ -279,6 +299,29 @@ fn take_memory(
     let engine = Engine::start(engine_config).map_err(|error| format!("the io engine: {error}"))?;
     let (buffers, regions) = register_buffers(&engine, &request.layout, layout, &pools)?;
     Ok((engine, buffers, regions))
+}
+
+/// Maps a pool in device memory, of which the next descriptors are the parts.
+fn take_device_memory(
+    pool: &DevicePool,
+    bytes: u64,
+    fds: &mut impl Iterator<Item = OwnedFd>,
+) -> Result<AnyMemory, String> {
+    let runtime = DeviceRuntime::from_name(Some(&pool.runtime));
+    let device = hex::decode(&pool.device).ok();
+    let device = device.and_then(|device| <[u8; 16]>::try_from(device).ok());
+    let handles = DeviceHandles {
+        runtime,
+        device: device.ok_or_else(|| format!("{:?} is no device's UUID", pool.device))?,
+        lead: ByteOffset(pool.lead),
+        bytes: ByteLen(bytes),
+        // The lengths lead, so that no descriptor behind the last one is taken.
+        parts: (pool.parts.iter().zip(fds))
+            .map(|(bytes, fd)| (fd, ByteLen(*bytes)))
+            .collect(),
+    };
+    let memory = DeviceMemory::from_handles(handles).map_err(|error| error.to_string())?;
+    Ok(AnyMemory::Device(memory))
 }
 
 /// A bootstrap server knows one address for each prefill rank: a second engine would take the
