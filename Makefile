@@ -65,7 +65,9 @@ wheel: cargo python $(if $(RDMA),verbs-headers) ## Builds the Python wheel (WHEE
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEELS)/*.whl
 
 test-python: wheel ## The Python module's own tests
-	FERRY_WHEELS=$(WHEELS) $(VENV)/bin/pytest --quiet -p no:cacheprovider python/tests
+	$(CARGO) build --locked --package device-stand-in
+	FERRY_STAND_IN_LIBRARY=$(abspath $(or $(CARGO_TARGET_DIR),target)/debug/libdevice_stand_in.so) \
+	  FERRY_WHEELS=$(WHEELS) $(VENV)/bin/pytest --quiet -p no:cacheprovider python/tests
 
 test-page: cargo browser ## The bootstrap server's page in headless Chromium (its pictures: target/page-screenshots)
 	$(CARGO) build --workspace --locked --bins

@@ -41,6 +41,12 @@ pub const CONTROL_SEND_FAILURES: &str = "ferry_control_send_failures_total";
 pub const PEERS: &str = "ferry_peer_current_count";
 /// Ranks that run in this process; label role.
 pub const RANKS: &str = "ferry_rank_current_count";
+/// Bytes that this process has moved from or to device memory; label path: `staged` through pinned
+/// host buffers, `shared` from device memory to device memory.
+pub const DEVICE_BYTES: &str = "ferry_device_bytes_total";
+/// Pieces that went through pinned host buffers; label path: `gathered` (and scattered) on the
+/// device, where a piece of a batch has at least 64 of less than 4 KiB on average, or `direct`.
+pub const DEVICE_PIECES: &str = "ferry_device_pieces_total";
 /// Component actors that died without an answer; label component.
 pub const COMPONENT_PANICS: &str = "ferry_component_panics_total";
 
@@ -107,6 +113,8 @@ pub const LABEL_ROUTE: &str = "route";
 pub const LABEL_CODE: &str = "code";
 /// Label: what a probe found of a rank, or how old its report is.
 pub const LABEL_STATE: &str = "state";
+/// How bytes of device memory go.
+pub const LABEL_PATH: &str = "path";
 
 /// Value of [`LABEL_COMPONENT`]: the paged KV cache.
 pub const COMPONENT_KV: &str = "kv";
@@ -141,6 +149,8 @@ pub const ALL: &[&str] = &[
     CONTROL_SEND_FAILURES,
     PEERS,
     RANKS,
+    DEVICE_BYTES,
+    DEVICE_PIECES,
     COMPONENT_PANICS,
     BOOTSTRAP_REQUESTS,
     BOOTSTRAP_REQUEST_SECONDS,

@@ -16,6 +16,7 @@
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
 mod bootstrap;
+mod dlpack;
 mod logging;
 mod mooncake;
 mod mori;
@@ -33,6 +34,7 @@ fn _ferry(module: &Bound<'_, PyModule>) -> PyResult<()> {
     mori::add_to(module)?;
     mooncake::add_to(module)?;
     module.add_class::<pool::Pool>()?;
+    module.add_class::<pool::DevicePool>()?;
     module.add_class::<pool::Borrowed>()?;
     module.add_class::<bootstrap::BootstrapServer>()?;
     rank::add_to(module)

@@ -3,10 +3,17 @@
 use std::any::Any;
 use std::fs::OpenOptions;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 
-use io_engine::{ByteLen, ForeignMemory, Memory, TransportError};
-use pyo3::exceptions::{PyMemoryError, PyOSError};
+use io_engine::{
+    ByteLen, ByteOffset, DeviceMemory, DeviceRuntime, ForeignMemory, Location, Memory,
+    TransportError,
+};
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::dlpack;
 
 /// A pool of bytes in shared memory, zero at first. It stays for as long as this object, a rank
 /// or a transfer needs it.
@@ -63,6 +70,99 @@ impl Pool {
     }
 }
 
+/// A pool of bytes in a device's memory. It is not zeroed, and stays for as long as this object, a
+/// rank or a transfer needs it.
+#[pyclass(module = "ferry", frozen)]
+pub(crate) struct DevicePool(pub(crate) DeviceMemory);
+
+fn device_error(error: &TransportError) -> PyErr {
+    PyMemoryError::new_err(error.to_string())
+}
+
+#[pymethods]
+impl DevicePool {
+    /// Takes memory of a device: `cuda:0`, `hip:1`; without a number, of the first one.
+    #[new]
+    fn new(py: Python<'_>, nbytes: u64, device: &str) -> PyResult<Self> {
+        let (name, number) = device.split_once(':').unwrap_or((device, "0"));
+        let runtime = DeviceRuntime::from_name(Some(name));
+        let number = number
+            .parse()
+            .ok()
+            .filter(|_| runtime != DeviceRuntime::Unnamed);
+        let number: u32 = number.ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "{device:?} is no device; there are cuda:N and hip:N"
+            ))
+        })?;
+        let len = ByteLen(nbytes);
+        let allocated = py.detach(|| DeviceMemory::allocate(runtime, number, len));
+        allocated.map(Self).map_err(|error| device_error(&error))
+    }
+
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.len().get()
+    }
+
+    /// Where the first byte is, to the device.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.0.address()
+    }
+
+    /// The runtime's name and the device's number in it.
+    #[getter]
+    fn device(&self) -> (&'static str, u32) {
+        match self.0.location() {
+            Location::Device { runtime, number } => (runtime.name(), number),
+            Location::Host => ("host", 0),
+        }
+    }
+
+    /// A capsule over all bytes.
+    fn __dlpack__(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        dlpack::capsule(py, &self.0)
+    }
+
+    /// The kind of the device and its number.
+    fn __dlpack_device__(&self) -> (i32, u32) {
+        dlpack::device(&self.0)
+    }
+
+    /// Copies bytes out of the device.
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        offset: u64,
+        nbytes: usize,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let mut bytes = Vec::new();
+        bytes
+            .try_reserve_exact(nbytes)
+            .map_err(|error| PyMemoryError::new_err(error.to_string()))?;
+        bytes.resize(nbytes, 0);
+        let read = py.detach(|| self.0.read(ByteOffset(offset), &mut bytes));
+        read.map_err(|error| device_error(&error))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
+    /// Copies bytes into the device.
+    fn write(&self, py: Python<'_>, offset: u64, bytes: Vec<u8>) -> PyResult<()> {
+        let written = py.detach(|| self.0.write(ByteOffset(offset), &bytes));
+        written.map_err(|error| device_error(&error))
+    }
+
+    fn __repr__(&self) -> String {
+        let (runtime, number) = self.device();
+        format!(
+            "<DevicePool of {} bytes on {runtime}:{number}>",
+            self.0.len()
+        )
+    }
+}
+
 /// Bytes of this process that somebody else manages, for a rank to use in a pool's place. Peers
 /// cannot map them: they reach them by `cma` or `tcp`.
 #[pyclass(module = "ferry", frozen)]
@@ -85,6 +185,25 @@ impl Borrowed {
     fn nbytes(&self) -> u64 {
         self.0.len().get()
     }
+}
+
+/// A device's memory by its address, whichever driver here knows it.
+pub(crate) fn foreign_device(
+    address: u64,
+    len: ByteLen,
+    keeper: Option<Py<PyAny>>,
+) -> Result<DeviceMemory, TransportError> {
+    let keeper: Arc<dyn Any + Send + Sync> = Arc::new(keeper);
+    let take = |runtime| {
+        // SAFETY: as of `foreign`.
+        unsafe { DeviceMemory::new(runtime, address, len, Arc::clone(&keeper)) }
+    };
+    take(DeviceRuntime::Cuda).or_else(|cuda| {
+        take(DeviceRuntime::Hip).map_err(|hip| {
+            let message = format!("no device's memory: {cuda}; {hip}");
+            TransportError::quiesced(cuda.kind(), message)
+        })
+    })
 }
 
 /// Memory of Python's by its address; the one place where its word is taken for it.

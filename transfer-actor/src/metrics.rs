@@ -2,6 +2,8 @@
 
 use common::metrics as names;
 use io_engine::TransferResult;
+use prometheus::core::{Collector, Desc};
+use prometheus::proto::MetricFamily;
 use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, IntGaugeVec, Opts, Registry};
 
 use crate::api::Role;
@@ -28,6 +30,63 @@ pub struct TransferMetrics {
     pub(crate) peers: IntGaugeVec,
     pub(crate) ranks: IntGaugeVec,
     pub(crate) component_panics: IntCounterVec,
+}
+
+/// What the io engine counts for the whole process, read when somebody asks.
+struct DeviceMetrics {
+    bytes: IntCounterVec,
+    pieces: IntCounterVec,
+}
+
+fn device_counters() -> prometheus::Result<[IntCounterVec; 2]> {
+    let labels = [names::LABEL_PATH];
+    Ok([
+        IntCounterVec::new(
+            Opts::new(names::DEVICE_BYTES, "bytes moved from or to device memory"),
+            &labels,
+        )?,
+        IntCounterVec::new(
+            Opts::new(
+                names::DEVICE_PIECES,
+                "pieces of device memory that went through pinned buffers",
+            ),
+            &labels,
+        )?,
+    ])
+}
+
+impl DeviceMetrics {
+    fn new() -> prometheus::Result<Self> {
+        let [bytes, pieces] = device_counters()?;
+        Ok(Self { bytes, pieces })
+    }
+}
+
+impl Collector for DeviceMetrics {
+    fn desc(&self) -> Vec<&Desc> {
+        let mut all = self.bytes.desc();
+        all.extend(self.pieces.desc());
+        all
+    }
+
+    fn collect(&self) -> Vec<MetricFamily> {
+        // Made anew each time: two that ask at once must not add to one counter.
+        let Ok([bytes, pieces]) = device_counters() else {
+            return Vec::new();
+        };
+        let report = io_engine::device_report();
+        for (counter, path, count) in [
+            (&bytes, "staged", report.staged_bytes),
+            (&bytes, "shared", report.shared_bytes),
+            (&pieces, "gathered", report.gathered_pieces),
+            (&pieces, "direct", report.direct_pieces),
+        ] {
+            counter.with_label_values(&[path]).inc_by(count);
+        }
+        let mut families = bytes.collect();
+        families.extend(pieces.collect());
+        families
+    }
 }
 
 impl Role {
@@ -117,6 +176,7 @@ impl TransferMetrics {
             names::LABEL_TRANSPORT,
             names::LABEL_ROLE,
         );
+        registry.register(Box::new(DeviceMetrics::new()?))?;
         let (outcome, reason, kind) =
             (names::LABEL_OUTCOME, names::LABEL_REASON, names::LABEL_KIND);
         Ok(Self {

@@ -12,11 +12,16 @@ use std::time::Duration;
 use common::plan::{RunList, StridedRun};
 use io_engine::{
     ByteLen, ByteOffset, DeviceMemory, DeviceRuntime, Direction, Engine, Location, Memory, Region,
-    RemoteRegion, Session, TransferResult, TransportErrorKind, TransportKind, WriteBatch,
-    WritePair, device_drivers, device_report, set_device_library,
+    RemoteRegion, Session, TransferResult, TransportError, TransportErrorKind, TransportKind,
+    WriteBatch, WritePair, device_drivers, device_report, set_device_library,
 };
 
-use crate::support::{BYTES, DEADLINE, Random, config, one_run, random_runs, through_the_wire};
+use rustix::process::Signal;
+
+use crate::peers::{PeerProcess, say_where};
+use crate::support::{
+    BYTES, DEADLINE, Random, config, eventually, one_run, random_runs, through_the_wire,
+};
 
 const UNIT: u64 = 2 << 20;
 
@@ -373,7 +378,7 @@ fn a_pool_of_several_handles_is_one_region() {
         theirs.read(ByteOffset(0), &mut seen).unwrap();
         assert!(seen == bytes, "{kind}");
         drop((session, remote, source, target, own, theirs));
-        crate::support::eventually("all handles are let go", || turn.get("live") <= live + 4);
+        eventually("all handles are let go", || turn.get("live") <= live + 4);
     }
 }
 
@@ -512,7 +517,7 @@ fn out_of_pinned_memory_is_an_error_that_says_so_or_a_slower_copy() {
     let turn = Turn::take();
     for kind in [TransportKind::Shm, TransportKind::Tcp] {
         // Before there is memory again, which would keep the buffers.
-        crate::support::eventually("nothing is pinned", || turn.get("pinned_now") == 0);
+        eventually("nothing is pinned", || turn.get("pinned_now") == 0);
         let (own, theirs) = (
             Bytes::allocate(None, 0),
             Bytes::allocate(Some(DeviceRuntime::Cuda), 0),
@@ -531,7 +536,7 @@ fn out_of_pinned_memory_is_an_error_that_says_so_or_a_slower_copy() {
             assert!(error.to_string().contains(words), "{kind}: {error}");
         }
         // One buffer is enough, also for many pieces.
-        turn.set("pinned_bytes", 1 << 20);
+        turn.set("pinned_bytes", 512 << 10);
         sides
             .transfer(Direction::Write, one_run(0, 0, BYTES))
             .unwrap();
@@ -607,23 +612,33 @@ fn reset_in_mid_transfer() {
     let shm = Sides::open(TransportKind::Shm, &own, &theirs);
     let host = (Bytes::allocate(None, 0), Bytes::allocate(None, 0));
     let beside = Sides::open(TransportKind::Tcp, &host.0, &host.1);
-    tcp.transfer(Direction::Write, one_run(0, 0, 4096)).unwrap();
-    turn.set("delay_microseconds", 500);
-    turn.set("reset_at_copy", turn.get("copies") + 2);
-    for (sides, direction) in [
-        (&tcp, Direction::Write),
-        (&tcp, Direction::Read),
-        (&shm, Direction::Write),
-    ] {
-        let error = sides.transfer(direction, one_run(0, 0, BYTES)).unwrap_err();
+    shm.transfer(Direction::Write, one_run(0, 0, 4096)).unwrap();
+    // Of three batches each has one copy under way: out of a device, within, and into one.
+    let into = Sides::open(TransportKind::Shm, &host.0, &theirs);
+    into.transfer(Direction::Write, one_run(0, 0, 4096))
+        .unwrap();
+    tcp.transfer(Direction::Read, one_run(0, 0, 4096)).unwrap();
+    turn.set("delay_microseconds", 300_000);
+    let calls = turn.get("calls");
+    let begun: Vec<_> = [&tcp, &shm, &into]
+        .map(|sides| sides.session.write(sides.batch(one_run(0, 0, 64 << 10))))
+        .into();
+    eventually("each has begun its copy", || turn.get("calls") == calls + 3);
+    turn.set("reset", 1);
+    let failed = |error: TransportError| {
         assert_eq!(error.kind(), TransportErrorKind::Device, "{error}");
-        assert!(
-            error
-                .to_string()
-                .contains("CUDA_ERROR_CONTEXT_IS_DESTROYED (709)"),
-            "{error}"
-        );
+        let words = "CUDA_ERROR_CONTEXT_IS_DESTROYED (709)";
+        assert!(error.to_string().contains(words), "{error}");
         assert!(error.is_quiesced(), "{error}");
+    };
+    for handle in begun {
+        failed(handle.wait(DEADLINE).expect("it ends").unwrap_err());
+    }
+    // What comes later fails, too.
+    for sides in [&tcp, &shm, &into] {
+        for direction in [Direction::Write, Direction::Read] {
+            failed(sides.transfer(direction, one_run(0, 0, BYTES)).unwrap_err());
+        }
     }
     // Host memory goes on.
     host.0.write(0, &pattern(4));
@@ -722,4 +737,107 @@ impl Producer {
         std::thread::sleep(Duration::from_millis(5));
         event
     }
+}
+
+/// An engine with a pool in device memory in a process of its own. Says the byte sum of its pool,
+/// writes it into the pool named on its input, and deregisters.
+#[test]
+#[ignore = "started by other tests as a peer process"]
+fn peer_process() {
+    let _turn = Turn::take();
+    let kind = std::env::var("FERRY_PEER_TRANSPORT")
+        .unwrap()
+        .parse()
+        .unwrap();
+    let engine = Engine::start(config("peer", kind)).unwrap();
+    let memory = Bytes::allocate(Some(DeviceRuntime::Cuda), 1);
+    memory.write(0, &pattern(0));
+    let region = memory.register(&engine);
+    say_where(&engine, &region);
+    for line in std::io::stdin().lines() {
+        match line.unwrap().as_str() {
+            "sum" => {
+                let sum: u64 = memory.contents().iter().map(|byte| u64::from(*byte)).sum();
+                println!("said {sum}");
+            }
+            "deregister" => println!("said {}", u64::from(engine.deregister(&region, DEADLINE))),
+            other => panic!("{other:?} is no command"),
+        }
+    }
+}
+
+#[test]
+fn device_memory_of_another_process_is_shared_and_survives_its_death_without_a_leak() {
+    let turn = Turn::take();
+    for kind in [TransportKind::Shm, TransportKind::Tcp] {
+        let live = turn.get("live");
+        let mut peer = PeerProcess::start_test(kind, "devices::peer_process");
+        let engine = Engine::start(config("source", kind)).unwrap();
+        let own = Bytes::allocate(Some(DeviceRuntime::Cuda), 0);
+        own.write(0, &pattern(11));
+        let region = own.register(&engine);
+        let session = engine.connect(&peer.engine).unwrap();
+        let batch = |runs| WriteBatch {
+            pairs: vec![WritePair {
+                local: region.clone(),
+                remote: peer.region.clone(),
+                runs,
+            }],
+        };
+        let whole = batch(one_run(0, 0, BYTES));
+        session
+            .transfer(Direction::Write, whole.clone(), DEADLINE)
+            .unwrap();
+        let sum: u64 = pattern(11).iter().map(|byte| u64::from(*byte)).sum();
+        assert_eq!(peer.ask("sum"), sum, "{kind}");
+        own.write(0, &vec![0; BYTES as usize]);
+        session
+            .transfer(Direction::Read, whole.clone(), DEADLINE)
+            .unwrap();
+        assert!(own.contents() == pattern(11), "{kind}");
+        peer.signal(Signal::KILL);
+        peer.child.wait().unwrap();
+        let error = session
+            .transfer(Direction::Write, whole, DEADLINE)
+            .unwrap_err();
+        assert_eq!(
+            error.kind(),
+            TransportErrorKind::PeerDead,
+            "{kind}: {error}"
+        );
+        drop((session, engine, region, own));
+        // What was gathered in is the lanes', and goes with the last memory.
+        eventually("all that was imported is let go", || {
+            turn.get("live") == live
+        });
+    }
+}
+
+#[test]
+fn a_region_in_device_memory_is_free_once_its_writer_is_dead_or_has_let_go() {
+    let _turn = Turn::take();
+    let kind = TransportKind::Shm;
+    let mut peer = PeerProcess::start_test(kind, "devices::peer_process");
+    let engine = Engine::start(config("source", kind)).unwrap();
+    let own = Bytes::allocate(None, 0);
+    let region = own.register(&engine);
+    let session = engine.connect(&peer.engine).unwrap();
+    let pair = WritePair {
+        local: region,
+        remote: peer.region.clone(),
+        runs: one_run(0, 0, BYTES),
+    };
+    let batch = WriteBatch { pairs: vec![pair] };
+    session
+        .transfer(Direction::Write, batch.clone(), DEADLINE)
+        .unwrap();
+    assert_eq!(
+        peer.ask("deregister"),
+        1,
+        "this side lets go when it is told"
+    );
+    let error = session
+        .transfer(Direction::Write, batch, DEADLINE)
+        .unwrap_err();
+    assert_eq!(error.kind(), TransportErrorKind::NotRegistered, "{error}");
 }

@@ -31,17 +31,7 @@ fn peer_process() {
     let region = engine
         .register(&memory, ByteOffset(0), ByteLen(BYTES), "kv")
         .unwrap();
-    let hex = |bytes: Vec<u8>| {
-        bytes
-            .iter()
-            .map(|byte| format!("{byte:02x}"))
-            .collect::<String>()
-    };
-    println!(
-        "peer {} {}",
-        hex(engine.desc().pack().unwrap()),
-        hex(region.desc().pack().unwrap())
-    );
+    say_where(&engine, &region);
     for line in std::io::stdin().lines() {
         match line.unwrap().as_str() {
             "sum" => {
@@ -54,19 +44,39 @@ fn peer_process() {
     }
 }
 
-struct PeerProcess {
-    child: Child,
+/// Tells whoever started this process of its engine and region.
+pub(crate) fn say_where(engine: &Engine, region: &Region) {
+    let hex = |bytes: Vec<u8>| {
+        bytes
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect::<String>()
+    };
+    println!(
+        "peer {} {}",
+        hex(engine.desc().pack().unwrap()),
+        hex(region.desc().pack().unwrap())
+    );
+}
+
+pub(crate) struct PeerProcess {
+    pub(crate) child: Child,
     lines: std::io::Lines<std::io::BufReader<std::process::ChildStdout>>,
-    engine: EngineDesc,
-    region: RemoteRegion,
+    pub(crate) engine: EngineDesc,
+    pub(crate) region: RemoteRegion,
 }
 
 impl PeerProcess {
     fn start(kind: TransportKind) -> Self {
+        Self::start_test(kind, "peers::peer_process")
+    }
+
+    /// Starts another test of this binary that says where it is, as `peer_process` does.
+    pub(crate) fn start_test(kind: TransportKind, test: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
-                "peers::peer_process",
+                test,
                 "--ignored",
                 "--nocapture",
                 "--test-threads=1",
@@ -100,7 +110,7 @@ impl PeerProcess {
         }
     }
 
-    fn ask(&mut self, command: &str) -> u64 {
+    pub(crate) fn ask(&mut self, command: &str) -> u64 {
         let stdin = self.child.stdin.as_mut().unwrap();
         writeln!(stdin, "{command}").unwrap();
         let mut lines = self.lines.by_ref().map(Result::unwrap);
@@ -116,7 +126,7 @@ impl PeerProcess {
         assert!(stopped.is_some_and(|(_, status)| status.stopped()));
     }
 
-    fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         rustix::process::kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 }

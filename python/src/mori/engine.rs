@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
-use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc};
+use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc, MemoryLocation};
 use io_engine::{
-    ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, RdmaOptions, Region,
-    RemoteRegion, Session, TransportError, TransportKind,
+    AnyMemory, ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, Location,
+    RdmaOptions, Region, RemoteRegion, Session, TransportError, TransportKind,
 };
 use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -26,7 +26,7 @@ use crate::mori::session::IOEngineSession;
 use crate::mori::status::{StatusCell, TransferStatus, code, wait_all};
 use crate::mori::transfer::Route;
 use crate::mori::ways::Ways;
-use crate::pool::foreign;
+use crate::pool::{foreign, foreign_device};
 
 /// How long a deregistration waits for peers to let go.
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -450,14 +450,30 @@ impl IOEngine {
         label: &str,
     ) -> PyResult<MemoryDesc> {
         let location = enums::location_of(location)?;
+        let py = address.py();
         let (address, len) = (number(address)?, ByteLen(number(size)?));
-        let memory = foreign(address, len, keeper).map_err(|error| raised(&error))?;
+        let is_called_a_devices = location == MemoryLocation::Device;
+        let kept = keeper.as_ref().map(|keeper| keeper.clone_ref(py));
+        // What is called a device's but is mapped here is host memory; what is not is asked for at
+        // the drivers.
+        let memory = match foreign(address, len, keeper) {
+            Ok(memory) => AnyMemory::from(&memory),
+            Err(_) if is_called_a_devices => {
+                let memory = foreign_device(address, len, kept).map_err(|error| raised(&error))?;
+                AnyMemory::from(&memory)
+            }
+            Err(error) => return Err(raised(&error)),
+        };
         let region = self
             .shared
             .engine
-            .register(&memory, ByteOffset(0), len, label)
+            .register(memory, ByteOffset(0), len, label)
             .map_err(|error| raised(&error))?;
-        let desc = region.desc_as(location, device_id);
+        let desc = match region.location() {
+            Location::Host => region.desc_as(location, device_id),
+            // The driver knows the device, also where the caller does not name it.
+            Location::Device { .. } => region.desc(),
+        };
         let mut regions = self
             .shared
             .regions

@@ -22,7 +22,7 @@ use transfer_actor::service::{engine_key, place_layout, register_buffers};
 use zmtp::PushOptions;
 
 use crate::mori::numbers::numbers;
-use crate::pool::{Borrowed, Pool};
+use crate::pool::{Borrowed, DevicePool, Pool};
 use crate::runtime;
 
 /// How long the end of a rank waits for writes into its memory to drain.
@@ -64,6 +64,9 @@ fn raised(py: Python<'_>, error: &ApiError) -> PyErr {
 }
 
 fn memory_of(pool: &Bound<'_, PyAny>) -> PyResult<AnyMemory> {
+    if let Ok(pool) = pool.cast::<DevicePool>() {
+        return Ok(AnyMemory::Device(pool.get().0.clone()));
+    }
     match pool.cast::<Pool>() {
         Ok(pool) => Ok(AnyMemory::Pool(pool.get().0.clone())),
         Err(_) => Ok(AnyMemory::Foreign(pool.cast::<Borrowed>()?.get().0.clone())),

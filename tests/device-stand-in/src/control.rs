@@ -20,9 +20,10 @@ pub enum Setting {
     PinnedBytes,
     /// Not 0: after each call of the driver the calling thread's current device is the last one.
     LoseCurrentDevice,
-    /// Not 0: the device is reset before the copy with this number (counted by `Copies`), and
-    /// fails everything from then on.
+    /// Not 0: the device is reset before the copy with this number (counted by `Copies`).
     ResetAtCopy,
+    /// Not 0: the device was reset; what is under way fails, and everything from now on.
+    Reset,
     /// Not 0: one call for many copies is not supported.
     RefuseBatches,
     /// Not 0: host memory of a copy may be unpinned.
@@ -41,7 +42,7 @@ pub enum Setting {
     PinnedNow,
 }
 
-const NAMES: [(&str, Setting); 15] = [
+const NAMES: [(&str, Setting); 16] = [
     ("devices", Setting::Devices),
     ("delay_microseconds", Setting::DelayMicroseconds),
     ("refuse_export", Setting::RefuseExport),
@@ -49,6 +50,7 @@ const NAMES: [(&str, Setting); 15] = [
     ("pinned_bytes", Setting::PinnedBytes),
     ("lose_current_device", Setting::LoseCurrentDevice),
     ("reset_at_copy", Setting::ResetAtCopy),
+    ("reset", Setting::Reset),
     ("refuse_batches", Setting::RefuseBatches),
     ("allow_pageable", Setting::AllowPageable),
     ("copies", Setting::Copies),

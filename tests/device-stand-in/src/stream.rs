@@ -93,7 +93,6 @@ enum Operation {
     Copies(Vec<Copy>),
     Record(Arc<Event>, u64),
     Wait(Arc<Event>),
-    Fail,
     End,
 }
 
@@ -147,11 +146,6 @@ impl Stream {
         self.push(Operation::Wait(Arc::clone(event)));
     }
 
-    /// Everything from here on fails, as after a reset of the device.
-    pub(crate) fn fail(&self) {
-        self.push(Operation::Fail);
-    }
-
     /// Ends the thread when what was asked for is done.
     pub(crate) fn end(&self) {
         self.push(Operation::End);
@@ -186,13 +180,13 @@ impl Stream {
                     let delay = control::get(Setting::DelayMicroseconds);
                     // The lateness itself is what is asked for.
                     std::thread::sleep(Duration::from_micros(delay));
+                    has_failed |= control::is_set(Setting::Reset);
                     if !has_failed {
                         copies.iter().for_each(Copy::run);
                     }
                 }
                 Operation::Record(event, number) => event.pass(number, has_failed),
                 Operation::Wait(event) => has_failed |= event.wait().is_err(),
-                Operation::Fail => has_failed = true,
                 Operation::End => return,
             }
         }

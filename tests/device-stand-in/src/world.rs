@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::control::{self, Setting};
@@ -25,8 +24,6 @@ static WORLD: LazyLock<Answer<Mutex<World>>> = LazyLock::new(|| {
         next: 0x1000,
     }))
 });
-
-static WAS_RESET: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     /// The device of the thread's current context; CUDA's threads begin with none.
@@ -60,7 +57,7 @@ pub(crate) fn set_current(device: Option<i32>) {
 /// What a call that needs a current context begins with: its device.
 fn begin() -> Answer<i32> {
     let device = current().ok_or(code::INVALID_CONTEXT)?;
-    if WAS_RESET.load(Ordering::SeqCst) {
+    if control::is_set(Setting::Reset) {
         return Err(code::CONTEXT_IS_DESTROYED);
     }
     if control::is_set(Setting::LoseCurrentDevice) {
@@ -124,7 +121,7 @@ pub(crate) fn unpin(address: u64) -> Answer<()> {
 
 pub(crate) fn create_handle(device: i32, len: u64, is_exportable: bool) -> Answer<u64> {
     check_device(device)?;
-    if WAS_RESET.load(Ordering::SeqCst) {
+    if control::is_set(Setting::Reset) {
         return Err(code::CONTEXT_IS_DESTROYED);
     }
     if len == 0 || !len.is_multiple_of(crate::memory::GRANULARITY) {
@@ -276,8 +273,7 @@ pub(crate) fn copy(stream_name: u64, ranges: impl Iterator<Item = (u64, u64, u64
         let number = control::add(Setting::Copies, 1);
         let reset_at = control::get(Setting::ResetAtCopy);
         if reset_at != 0 && number >= reset_at {
-            WAS_RESET.store(true, Ordering::SeqCst);
-            world.streams.values().for_each(|stream| stream.fail());
+            control::add(Setting::Reset, 1);
             return Err(code::CONTEXT_IS_DESTROYED);
         }
         copies.push(Copy {
