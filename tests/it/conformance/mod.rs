@@ -5,6 +5,9 @@
 //! The same requests also run between SGLang's ranks alone, with its own bootstrap server, over the
 //! `mori` of our Python wheel; and with the manager of our plugin on one side and on both.
 //!
+//! With `FERRY_TEST_TRANSPORT=rdma`, on a host with RDMA devices, all of them move bytes over those,
+//! and SGLang's ranks by our module.
+//!
 //! Every test compares every byte of every destination with what the model's logical shape says,
 //! those that must not change too.
 
@@ -26,7 +29,7 @@ use tests::sglang::{NEWEST_RELEASE, SglangPeer};
 use transfer_actor::api::{Role, RoomStatus};
 
 use crate::conformance::model::{Model, Place, Placement};
-use crate::conformance::rank::{ChunkEnd, DEADLINE, Rank, Setting};
+use crate::conformance::rank::{ChunkEnd, DEADLINE, Rank, Setting, is_over_rdma};
 
 /// Whose ranks are on which side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +64,7 @@ impl Direction {
 
     /// Says loudly when a test cannot run here.
     fn can_run(self, test: &str, setting: &Setting) -> bool {
-        if self.is_over_our_module()
+        if (self.is_over_our_module() || is_over_rdma())
             && let Err(reason) = SglangPeer::imports_our_module()
         {
             skip(test, &reason);

@@ -8,7 +8,7 @@ use common::ids::{ByteLen, ByteOffset};
 use common::metrics::CONTROL_MESSAGES;
 use common::plan::PlannerOptions;
 use common::topology::ParallelConfig;
-use io_engine::{Engine, EngineConfig, FaultSpec, Memory, Region};
+use io_engine::{Engine, EngineConfig, FaultSpec, Memory, Region, TransportKind};
 use prometheus::Registry;
 use prometheus::proto::{LabelPair, Metric};
 use serde_json::{Value, json};
@@ -26,6 +26,11 @@ const GAP: usize = 64;
 
 /// How long anything may take on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(40);
+
+/// Whether all bytes are to move over `rdma`, which this host must have; nothing else is offered.
+pub fn is_over_rdma() -> bool {
+    std::env::var("FERRY_TEST_TRANSPORT").is_ok_and(|name| name == "rdma")
+}
 
 /// What all ranks of a test have in common.
 #[derive(Clone, Debug)]
@@ -104,6 +109,9 @@ impl Rank {
         let mut config = EngineConfig::new(key, setting.host.to_string());
         config.tcp_bind = SocketAddr::new(setting.host, 0);
         config.cma_trust_descriptors = true;
+        if is_over_rdma() {
+            config.transports = vec![TransportKind::Rdma];
+        }
         config.fault_opt = setting.fault_opt.clone();
         let engine = Engine::start(config).expect("an engine starts");
         let (memory, regions) = register(&engine, &shape);
@@ -186,9 +194,13 @@ impl Rank {
         });
         // Only then does a decode of SGLang wait for the acknowledgement of an abort.
         environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"] = json!("true");
-        if setting.is_over_our_module {
+        // The double of MoRI has no network.
+        if setting.is_over_our_module || is_over_rdma() {
             environment["SGLCONF_MORI"] = json!("installed");
             environment["FERRY_INJECT_FAULT"] = json!(setting.module_fault);
+        }
+        if is_over_rdma() {
+            environment["FERRY_TRANSPORTS"] = json!("rdma");
         }
         environment["SGLCONF_BACKEND"] = json!(setting.backend);
         for (variable, value) in &setting.environment {

@@ -538,7 +538,7 @@ impl Endpoint {
     /// stopped and does not drain.
     pub(crate) fn look_for_stuck(&self) {
         // A completion whose event was missed would be stuck, too.
-        self.take_completions(false);
+        self.take_completions(true);
         let mut state = self.lock();
         let waited = state.progressed.elapsed();
         if state.failure_opt.is_some() {

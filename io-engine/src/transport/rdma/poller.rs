@@ -64,8 +64,8 @@ impl Poller {
         endpoints.retain(|_, endpoint| endpoint.strong_count() > 0);
         endpoints.insert(number, Arc::downgrade(endpoint));
         drop(endpoints);
-        // Events that came before belong to nobody: this makes the thread look.
-        self.wake();
+        // An event that came before belonged to nobody, and there is no other until it asks again.
+        endpoint.process();
     }
 
     pub(crate) fn endpoints(&self) -> Vec<Arc<Endpoint>> {
@@ -159,12 +159,6 @@ impl Poller {
             Ok(true) => {
                 // Takes the count back to zero; what it was does not matter.
                 let _ = (&self.wake).read(&mut [0; 8]);
-                // An endpoint that was just made may have had its event before it was known.
-                self.endpoints().iter().for_each(|endpoint| {
-                    if endpoint.is_busy() {
-                        endpoint.process();
-                    }
-                });
             }
             Ok(false) => {}
             Err(error) => {

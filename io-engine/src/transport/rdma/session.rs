@@ -493,13 +493,17 @@ impl Session {
             peer_gid,
         };
         let owner = Owner::Session(Arc::downgrade(self), place);
-        let endpoint = Endpoint::new(rail, &poller, pair, owner, route);
-        poller.adopt(number, &endpoint);
         self.learn_known(client, answer.device)?;
-        let mut slot = lock(slot);
-        slot.endpoint_opt = Some((endpoint, answer.device));
-        slot.peer_number = answer.endpoint.queue_pair;
-        slot.made = Instant::now();
+        let endpoint = Endpoint::new(rail, &poller, pair, owner, route);
+        {
+            let mut slot = lock(slot);
+            slot.endpoint_opt = Some((Arc::clone(&endpoint), answer.device));
+            slot.peer_number = answer.endpoint.queue_pair;
+            slot.made = Instant::now();
+        }
+        // Only now can it fail: the failure of one that has no place yet would be nobody's, and the
+        // place would keep it.
+        poller.adopt(number, &endpoint);
         Ok(())
     }
 
@@ -607,6 +611,11 @@ impl Session {
 
     /// Waits for the end of the queue pairs here and at the peer, and tells what was under way.
     fn finish(&self, client: &mut ControlClient) {
+        // One that was just being made when the session ended goes on by itself.
+        if let Some(error) = self.failure() {
+            let endpoints = self.endpoints();
+            endpoints.iter().for_each(|endpoint| endpoint.fail(&error));
+        }
         let deadline = Instant::now() + ENDED_WITHIN;
         while !self.lanes().is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());

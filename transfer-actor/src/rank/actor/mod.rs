@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use actix::fut::wrap_future;
 use actix::prelude::*;
 use common::ids::{ByteOffset, Endpoint, Generation, Room};
-use common::wire::{ControlMessage, FerryTrailer, KvPoll, Register, Release};
+use common::wire::{ControlMessage, FerryTrailer, Frame, KvPoll, Register, Release};
 use futures::FutureExt;
 use io_engine::{Engine, TransportKind};
 
@@ -40,11 +40,32 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often it looks whether they are over.
 const DRAIN_POLL: Duration = Duration::from_millis(5);
 
+/// How a room ended is said once, and its receiver asks nobody: without it a decode that was too
+/// busy for a second to take it would wait until its own timeout. What else is not sent fails its
+/// room, or is asked for again.
+const RESENT_FOR: Duration = Duration::from_secs(60);
+/// First wait before that; it doubles.
+const FIRST_RESEND: Duration = Duration::from_millis(100);
+const LONGEST_RESEND: Duration = Duration::from_secs(5);
+
 /// Somebody who waits for a room.
 struct Waiter {
     wanted: RoomStatus,
     deadline: Instant,
     answer: tokio::sync::oneshot::Sender<Result<RoomView, ApiError>>,
+}
+
+/// A message on its way.
+struct Outgoing {
+    to: Endpoint,
+    kind: &'static str,
+    frames: Vec<Frame>,
+    /// The use of a room that it is about.
+    about_opt: Option<(Room, Generation)>,
+    /// Until when it is sent again if it could not be sent.
+    resent_until_opt: Option<Instant>,
+    /// Before it is sent again.
+    wait: Duration,
 }
 
 pub(crate) struct RankActor {
@@ -190,6 +211,10 @@ impl RankActor {
         context: &mut Context<Self>,
     ) {
         let kind = message.kind();
+        let is_said_once = matches!(
+            message,
+            ControlMessage::Status(_) | ControlMessage::AbortAck(_)
+        );
         let encoded = match generation_opt {
             Some(generation) => {
                 let trailer = FerryTrailer {
@@ -213,30 +238,73 @@ impl RankActor {
             .control_messages
             .with_label_values(&labels)
             .inc();
-        let sent = self.outboxes.send(&to, &frames);
+        let outgoing = Outgoing {
+            to,
+            kind,
+            frames,
+            about_opt,
+            resent_until_opt: is_said_once.then(|| Instant::now() + RESENT_FOR),
+            wait: FIRST_RESEND,
+        };
+        self.post(outgoing, context);
+    }
+
+    fn post(&mut self, outgoing: Outgoing, context: &mut Context<Self>) {
+        let sent = self.outboxes.send(&outgoing.to, &outgoing.frames);
         self.sending += 1;
         let watched = wrap_future(sent).map(move |result, actor: &mut Self, context| {
             actor.sending -= 1;
-            let Err(error) = result else { return };
-            actor
-                .metrics
-                .send_failures
-                .with_label_values(&[role, error.kind()])
-                .inc();
-            tracing::info!(%to, kind, %error, "a control message could not be sent");
-            actor.outboxes.close(&to);
-            let reason = error.to_string();
-            actor.apply_quietly(
-                Event::SendFailed {
-                    to,
-                    about_opt,
-                    kind,
-                    reason,
-                },
-                context,
-            );
+            if let Err(error) = result {
+                actor.not_sent(outgoing, &error, context);
+            }
         });
         context.spawn(watched);
+    }
+
+    fn not_sent(
+        &mut self,
+        mut outgoing: Outgoing,
+        error: &zmtp::SendError,
+        context: &mut Context<Self>,
+    ) {
+        let (to, kind) = (&outgoing.to, outgoing.kind);
+        self.metrics
+            .send_failures
+            .with_label_values(&[self.role(), error.kind()])
+            .inc();
+        self.outboxes.close(to);
+        let is_sent_again = outgoing
+            .resent_until_opt
+            .is_some_and(|until| Instant::now() < until);
+        tracing::info!(%to, kind, %error, is_sent_again, "a control message could not be sent");
+        if is_sent_again {
+            let wait = outgoing.wait;
+            outgoing.wait = (wait * 2).min(LONGEST_RESEND);
+            context.run_later(wait, move |actor, context| {
+                if !actor.is_another_use(outgoing.about_opt) {
+                    actor.post(outgoing, context);
+                }
+            });
+            return;
+        }
+        self.apply_quietly(
+            Event::SendFailed {
+                to: outgoing.to,
+                about_opt: outgoing.about_opt,
+                kind,
+                reason: error.to_string(),
+            },
+            context,
+        );
+    }
+
+    /// Whether a room's number was taken anew since; a peer without generations would take a
+    /// message about the former use for one about this.
+    fn is_another_use(&self, about_opt: Option<(Room, Generation)>) -> bool {
+        about_opt.is_some_and(|(room, generation)| {
+            let view_opt = self.core.view(room);
+            view_opt.is_some_and(|view| view.generation != generation.get())
+        })
     }
 
     fn start_component(

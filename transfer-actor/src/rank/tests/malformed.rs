@@ -9,14 +9,14 @@ use zmtp::{PullSocket, PushPeer};
 use super::*;
 
 /// A decode rank made by hand.
-struct RawDecode {
+pub(super) struct RawDecode {
     engine: Engine,
     pool: Pool,
-    inbox: PullSocket,
+    pub(super) inbox: PullSocket,
 }
 
 impl RawDecode {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let engine = engine("raw", None);
         let pool = Pool::new(&engine, 1);
         pool.fill(|_| UNTOUCHED);
@@ -33,7 +33,7 @@ impl RawDecode {
         Endpoint::new("127.0.0.1", self.inbox.local_addr().port())
     }
 
-    fn register(&self) -> Vec<Frame> {
+    pub(super) fn register(&self) -> Vec<Frame> {
         let buffers = &self.pool.buffers;
         let descs =
             |regions: &[Option<Region>]| regions.iter().flatten().map(Region::desc).collect();
@@ -62,7 +62,7 @@ impl RawDecode {
         message.encode(Release::NEWEST).expect("it fits")
     }
 
-    fn info(&self, room: u64) -> Vec<Frame> {
+    pub(super) fn info(&self, room: u64) -> Vec<Frame> {
         let message = ControlMessage::TransferInfo(TransferInfo {
             room: Room::new(room).expect("a room"),
             endpoint: self.endpoint(),
@@ -76,7 +76,7 @@ impl RawDecode {
         message.encode(Release::NEWEST).expect("it fits")
     }
 
-    async fn receive(&mut self) -> ControlMessage {
+    pub(super) async fn receive(&mut self) -> ControlMessage {
         let received = tokio::time::timeout(DEADLINE, self.inbox.recv()).await;
         let received = received.expect("in time").expect("the socket lives");
         decode_message(&received.frames).expect("a message").message

@@ -1,5 +1,6 @@
 //! Ranks in one process, over real sockets and real memory.
 
+mod busy;
 mod limits;
 mod malformed;
 mod panics;
