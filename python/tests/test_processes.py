@@ -163,7 +163,9 @@ def test_a_foreign_peer_is_refused_with_what_to_do(monkeypatch):
 
 def test_an_interrupt_ends_a_wait():
     program = """
-import _thread, threading
+import _thread, signal, threading
+# Where SIGINT is ignored, as in a shell's background job, Python leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from ferry.mori_compat.cpp import StatusCode, TransferStatus
 status = TransferStatus()
 status.SetCode(StatusCode.IN_PROGRESS)

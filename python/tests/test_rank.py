@@ -200,7 +200,9 @@ def _with_transport(kv, name):
 
 def test_an_interrupt_ends_a_start_that_waits():
     program = """
-import _thread, threading, ferry
+import _thread, signal, threading, ferry
+# Where SIGINT is ignored, as in a shell's background job, Python leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 pool = ferry.Pool(4096)
 layout = ferry.Layout(4, ferry.Kv([pool.tensor(0, 4, 256), pool.tensor(1024, 4, 256)]))
 threading.Timer(0.5, _thread.interrupt_main).start()
