@@ -224,7 +224,7 @@ fn a_pool_without_a_descriptor_and_a_descriptor_without_a_pool_are_refused() {
             let pools = vec![pool.as_fd(); count];
             let (reply, _stream) = attach_raw(&service, &attach_request("decode", None), &pools);
             let expected =
-                format!("{count} file descriptors came beside a request that names 1 pools");
+                format!("{count} file descriptors came beside a request that names 1 pools of 1 parts");
             assert_eq!(refusal(&reply), expected);
         }
         let mut request = attach_request("decode", None);
