@@ -223,8 +223,9 @@ fn a_pool_without_a_descriptor_and_a_descriptor_without_a_pool_are_refused() {
         for count in [0, 2, 253] {
             let pools = vec![pool.as_fd(); count];
             let (reply, _stream) = attach_raw(&service, &attach_request("decode", None), &pools);
-            let expected =
-                format!("{count} file descriptors came beside a request that names 1 pools of 1 parts");
+            let expected = format!(
+                "{count} file descriptors came beside a request that names 1 pools of 1 parts"
+            );
             assert_eq!(refusal(&reply), expected);
         }
         let mut request = attach_request("decode", None);
