@@ -190,6 +190,15 @@ impl AnyMemory {
         }
     }
 
+    /// Whether anything but this value holds a pool or a device's memory.
+    pub(crate) fn is_shared(&self) -> bool {
+        match self {
+            Self::Pool(memory) => memory.is_shared(),
+            Self::Foreign(_) => false,
+            Self::Device(memory) => memory.is_shared(),
+        }
+    }
+
     /// Prepares the memory for its use, as far as that is for this crate to do.
     pub(crate) fn populate(&self) {
         if let Self::Pool(memory) = self {

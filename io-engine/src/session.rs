@@ -60,6 +60,16 @@ pub(crate) struct Job {
 }
 
 impl Job {
+    /// The pair at a place.
+    pub(crate) fn pair(&self, place: usize) -> Result<&WritePair, TransportError> {
+        self.pairs.get(place).ok_or_else(|| {
+            TransportError::quiesced(
+                TransportErrorKind::Protocol,
+                "a range of a pair that the batch does not have",
+            )
+        })
+    }
+
     /// Checks every pair and enters the local regions.
     pub(crate) fn new(pairs: Vec<WritePair>, direction: Direction) -> Result<Self, TransportError> {
         pairs.iter().try_for_each(|pair| check(pair, direction))?;
@@ -73,8 +83,7 @@ impl Job {
             let numbers = pairs.iter().map(|pair| of(&pair.runs));
             numbers.fold(0, u64::saturating_add)
         };
-        let mut pair_list = pairs.iter();
-        let is_local_on_device = pair_list.any(|pair| pair.local.is_on_device());
+        let is_local_on_device = pairs.iter().any(|pair| pair.local.is_on_device());
         let is_remote_on_device = pairs
             .iter()
             .any(|pair| pair.remote.location != Location::Host);

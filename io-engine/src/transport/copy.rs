@@ -9,6 +9,7 @@ use crate::device::mover::{self, Move};
 use crate::engine::EngineInner;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::foreign::Place;
+use crate::region::Region;
 use crate::session::{Direction, Job};
 use crate::status::Status;
 use crate::stream;
@@ -81,35 +82,21 @@ pub(crate) fn run(queue: &CopyQueue) {
     }
 }
 
-/// Copies a piece between memory that can be reached from here. `remote` says where a range of the
-/// remote region of the pair at a place is, checked against that region, which the caller keeps.
+/// Copies a piece between memory that can be reached from here. `remote` says at which address of
+/// this process a range of the remote region of the pair at a place is, or, where a device may have
+/// it, `remote_place` where; each checked against that region, which the caller keeps. They are two
+/// because a range of 4 KiB is copied in the time of a few of the former.
 pub(crate) fn copy_mapped(
     job: &Job,
     piece: &Piece,
-    remote: impl Fn(usize, u64, u64) -> Result<Place, TransportError>,
+    remote: impl Fn(usize, u64, u64) -> Result<*mut u8, TransportError>,
+    remote_place: impl Fn(usize, u64, u64) -> Result<Place, TransportError>,
 ) -> Result<(), TransportError> {
     if job.is_on_device {
-        return copy_with_devices(job, piece, remote);
+        return copy_with_devices(job, piece, remote_place);
     }
-    let remote = |pair, offset, len| match remote(pair, offset, len)? {
-        Place::Host(address) => Ok(address),
-        Place::Device(..) => Err(TransportError::quiesced(
-            TransportErrorKind::Protocol,
-            "a region that was described as host memory is a device's",
-        )),
-    };
     let place = |range: &PieceRange| {
-        let pair = job.pairs.get(range.pair).ok_or_else(no_pair)?;
-        let (src, dst) = match job.direction {
-            Direction::Write => (
-                pair.local.address(range.src, range.len)?,
-                remote(range.pair, range.dst, range.len)?,
-            ),
-            Direction::Read => (
-                remote(range.pair, range.src, range.len)?,
-                pair.local.address(range.dst, range.len)?,
-            ),
-        };
+        let (src, dst) = ends(job, range, Region::address, &remote)?;
         Ok::<_, TransportError>((src, dst, range.len as usize))
     };
     let mut ranges = piece.ranges.iter();
@@ -141,17 +128,7 @@ fn copy_with_devices(
 ) -> Result<(), TransportError> {
     let mut moves = Vec::with_capacity(piece.ranges.len());
     for range in &piece.ranges {
-        let pair = job.pairs.get(range.pair).ok_or_else(no_pair)?;
-        let (src, dst) = match job.direction {
-            Direction::Write => (
-                pair.local.place(range.src, range.len)?,
-                remote(range.pair, range.dst, range.len)?,
-            ),
-            Direction::Read => (
-                remote(range.pair, range.src, range.len)?,
-                pair.local.place(range.dst, range.len)?,
-            ),
-        };
+        let (src, dst) = ends(job, range, Region::place, &remote)?;
         // Addresses of devices and of the process are of one space, so this holds for all of them.
         if src.number().abs_diff(dst.number()) < range.len {
             return Err(overlap());
@@ -164,16 +141,29 @@ fn copy_with_devices(
     unsafe { mover::run(&moves, job.after_opt) }
 }
 
+/// Where a range is read and where it is written, each found by the function of its side.
+fn ends<T>(
+    job: &Job,
+    range: &PieceRange,
+    local: impl Fn(&Region, u64, u64) -> Result<T, TransportError>,
+    remote: impl Fn(usize, u64, u64) -> Result<T, TransportError>,
+) -> Result<(T, T), TransportError> {
+    let own = &job.pair(range.pair)?.local;
+    Ok(match job.direction {
+        Direction::Write => (
+            local(own, range.src, range.len)?,
+            remote(range.pair, range.dst, range.len)?,
+        ),
+        Direction::Read => (
+            remote(range.pair, range.src, range.len)?,
+            local(own, range.dst, range.len)?,
+        ),
+    })
+}
+
 fn overlap() -> TransportError {
     TransportError::quiesced(
         TransportErrorKind::OutOfBounds,
         "source and destination of a batch overlap",
-    )
-}
-
-fn no_pair() -> TransportError {
-    TransportError::quiesced(
-        TransportErrorKind::Protocol,
-        "a range of a pair that the batch does not have",
     )
 }

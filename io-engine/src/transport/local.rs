@@ -50,13 +50,16 @@ impl CopyWork for LocalTarget {
         if self.is_closed.load(Ordering::Acquire) {
             return Err(TransportError::closed_session());
         }
-        copy_mapped(job, piece, |pair, offset, len| {
-            let guard = self
-                .guards
-                .get(pair)
-                .ok_or_else(TransportError::closed_session)?;
-            guard.region().place(offset, len)
-        })
+        let region = |pair| {
+            let guard_opt = self.guards.get(pair).map(RegionGuard::region);
+            guard_opt.ok_or_else(TransportError::closed_session)
+        };
+        copy_mapped(
+            job,
+            piece,
+            |pair, offset, len| region(pair)?.address(offset, len),
+            |pair, offset, len| region(pair)?.place(offset, len),
+        )
     }
 }
 

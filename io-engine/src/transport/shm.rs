@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use crate::engine::EngineInner;
 use crate::error::TransportError;
+use crate::foreign::AnyMemory;
 use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
 use crate::status::Status;
@@ -50,9 +51,12 @@ impl CopyWork for Mapped {
         if let Some(error) = self.0.link().noticed_failure() {
             return Err(error);
         }
-        copy_mapped(job, piece, |pair, offset, len| {
-            self.0.place(pair, offset, len)
-        })
+        copy_mapped(
+            job,
+            piece,
+            |pair, offset, len| self.0.reach((pair, offset, len), AnyMemory::address),
+            |pair, offset, len| self.0.reach((pair, offset, len), AnyMemory::place),
+        )
     }
 }
 

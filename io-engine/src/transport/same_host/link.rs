@@ -16,7 +16,7 @@ use serde_bytes::ByteBuf;
 
 use crate::device::{DeviceMemory, device_by_uuid};
 use crate::error::{TransportError, TransportErrorKind};
-use crate::foreign;
+use crate::foreign::AnyMemory;
 use crate::memory::Memory;
 use crate::region::{DeviceRuntime, RegionKey, RemoteRegion, TAG_MAGIC};
 use crate::session::Job;
@@ -81,10 +81,8 @@ enum Place {
     /// In the peer's address space.
     Address(u64),
     /// In a pool that is mapped here.
-    Mapped { pool: Memory, offset: u64, len: u64 },
-    /// In device memory that is mapped here.
-    OnDevice {
-        memory: DeviceMemory,
+    Mapped {
+        pool: AnyMemory,
         offset: u64,
         len: u64,
     },
@@ -92,41 +90,18 @@ enum Place {
     Unreachable(TransportError),
 }
 
-/// A pool of the peer, as this process has it.
-enum MappedPool {
-    Host(Memory),
-    Device(DeviceMemory),
-    Unreachable(TransportError),
-}
+/// A pool of the peer, as this process has it: mapped, or why it could not be.
+type MappedPool = Result<AnyMemory, TransportError>;
 
-impl MappedPool {
-    fn is_used(&self) -> bool {
-        match self {
-            Self::Host(pool) => pool.is_shared(),
-            Self::Device(memory) => memory.is_shared(),
-            Self::Unreachable(_) => false,
+/// Where a region is in a pool; `None` when it is not inside.
+fn place_in(pool: &MappedPool, offset: u64, len: u64) -> Option<Place> {
+    match pool {
+        Ok(pool) => {
+            pool.place(offset, len).ok()?;
+            let pool = pool.clone();
+            Some(Place::Mapped { pool, offset, len })
         }
-    }
-
-    /// Where a region is in it; `None` when it is not inside.
-    fn place(&self, offset: u64, len: u64) -> Option<Place> {
-        match self {
-            Self::Host(pool) => {
-                pool.address(offset, len).ok()?;
-                let pool = pool.clone();
-                Some(Place::Mapped { pool, offset, len })
-            }
-            Self::Device(memory) => {
-                memory.device_address(offset, len).ok()?;
-                let memory = memory.clone();
-                Some(Place::OnDevice {
-                    memory,
-                    offset,
-                    len,
-                })
-            }
-            Self::Unreachable(error) => Some(Place::Unreachable(error.clone())),
-        }
+        Err(error) => Some(Place::Unreachable(error.clone())),
     }
 }
 
@@ -437,7 +412,8 @@ impl Link {
             }
             let memory = Memory::from_fd(descriptor, ByteLen(*bytes))?;
             memory.populate();
-            self.state().pools.insert(*pool, MappedPool::Host(memory));
+            let mapped = Ok(AnyMemory::Pool(memory));
+            self.state().pools.insert(*pool, mapped);
         }
         Ok(())
     }
@@ -454,8 +430,7 @@ impl Link {
                 TransportErrorKind::Device,
                 format!("the peer cannot share its device memory: {}", row.refusal),
             );
-            let unreachable = MappedPool::Unreachable(error);
-            self.state().pools.entry(row.pool).or_insert(unreachable);
+            self.state().pools.entry(row.pool).or_insert(Err(error));
             return Ok(());
         }
         let uuid = <[u8; 16]>::try_from(row.device.as_slice()).ok();
@@ -478,14 +453,11 @@ impl Link {
         let runtime = DeviceRuntime::from_name(Some(&row.runtime));
         let imported = device_by_uuid(runtime, &uuid)
             .and_then(|device| DeviceMemory::import(device, &parts, row.lead, row.bytes));
-        let pool = imported.map_or_else(
-            |error| {
-                tracing::warn!(pid = self.pid, %error, "a peer's device memory cannot be mapped");
-                MappedPool::Unreachable(error)
-            },
-            MappedPool::Device,
-        );
-        self.state().pools.insert(row.pool, pool);
+        if let Err(error) = &imported {
+            tracing::warn!(pid = self.pid, %error, "a peer's device memory cannot be mapped");
+        }
+        let mapped = imported.map(AnyMemory::Device);
+        self.state().pools.insert(row.pool, mapped);
         Ok(())
     }
 
@@ -507,7 +479,7 @@ impl Link {
                 Way::Mapping => state
                     .pools
                     .get(&row.pool)
-                    .and_then(|pool| pool.place(row.place, row.bytes)),
+                    .and_then(|pool| place_in(pool, row.place, row.bytes)),
             };
             let (Some(key), Some(_), Some(place)) = (key, end, place) else {
                 return Err(self.nonsense(&format!("of region {}", row.id)));
@@ -522,7 +494,9 @@ impl Link {
             });
         }
         // A pool is held by its regions, which may have gone meanwhile.
-        state.pools.retain(|_, pool| pool.is_used());
+        state
+            .pools
+            .retain(|_, pool| pool.as_ref().is_ok_and(AnyMemory::is_shared));
         let mut decided = Vec::new();
         for batch in std::mem::take(&mut state.waiting) {
             if batch.table > number {
@@ -630,38 +604,30 @@ impl Admitted {
         }
     }
 
-    /// Where a range of the remote region of a pair is here, which must lie inside. Valid while
-    /// `self` lives.
-    pub(crate) fn place(
+    /// Where a range of the remote region of a pair is here, which must lie inside: what `find`
+    /// says of its pool. Valid while `self` lives.
+    pub(crate) fn reach<T>(
         &self,
-        pair: usize,
-        offset: u64,
-        len: u64,
-    ) -> Result<foreign::Place, TransportError> {
+        (pair, offset, len): (usize, u64, u64),
+        find: impl Fn(&AnyMemory, u64, u64) -> Result<T, TransportError>,
+    ) -> Result<T, TransportError> {
         let outside = || {
             TransportError::quiesced(
                 TransportErrorKind::OutOfBounds,
                 format!("{len} bytes at offset {offset} leave a mapped region"),
             )
         };
-        let (start, region_len) = match self.places.get(pair) {
-            Some(Place::Mapped { offset, len, .. } | Place::OnDevice { offset, len, .. }) => {
-                (offset, len)
-            }
-            _ => return Err(outside()),
+        let Some(Place::Mapped {
+            pool,
+            offset: start,
+            len: region_len,
+        }) = self.places.get(pair)
+        else {
+            return Err(outside());
         };
         let end = offset.checked_add(len).filter(|end| end <= region_len);
-        let at = end
-            .and_then(|_| start.checked_add(offset))
-            .ok_or_else(outside)?;
-        match self.places.get(pair) {
-            Some(Place::Mapped { pool, .. }) => pool.address(at, len).map(foreign::Place::Host),
-            Some(Place::OnDevice { memory, .. }) => {
-                let address = memory.device_address(at, len)?;
-                Ok(foreign::Place::Device(memory.clone(), address))
-            }
-            _ => Err(outside()),
-        }
+        let at = end.and_then(|_| start.checked_add(offset));
+        find(pool, at.ok_or_else(outside)?, len)
     }
 }
 

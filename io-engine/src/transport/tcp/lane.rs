@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use crate::device::packed::Packed;
 use crate::device::staging::{DEPTH, Way};
 use crate::error::{TransportError, TransportErrorKind};
+use crate::foreign::Place;
 use crate::region::RegionKey;
 use crate::session::{Direction, Job};
 use crate::status::Status;
@@ -285,13 +286,7 @@ impl Lanes {
         status: Arc<Status>,
         piece: &mut Piece,
     ) -> io::Result<()> {
-        let place = |range: &PieceRange| {
-            let pair = job.pairs.get(range.pair)?;
-            Some((pair.local.place(range.src, range.len), range.len))
-        };
-        let places = piece.ranges.iter().filter_map(place);
-        let places = places.map(|(place, len)| Ok((place?, len)));
-        let places = places.collect::<Result<Vec<_>, TransportError>>();
+        let places = local_places(&job, &piece.ranges, |range| range.src);
         let packed = loop {
             let taken = places
                 .as_ref()
@@ -483,13 +478,7 @@ impl Lanes {
         };
         state.unanswered_bytes -= oldest.bytes;
         state.answered_opt = Some(Instant::now());
-        let place = |range: &PieceRange| {
-            let pair = oldest.job.pairs.get(range.pair)?;
-            Some((pair.local.place(range.dst, range.len), range.len))
-        };
-        let places = oldest.ranges.iter().filter_map(place);
-        let places = places.map(|(place, len)| Ok((place?, len)));
-        let places = places.collect::<Result<Vec<_>, TransportError>>();
+        let places = local_places(&oldest.job, &oldest.ranges, |range| range.dst);
         let places = places.map_err(io::Error::other);
         let taken = places.and_then(|places| {
             let packed = loop {
@@ -528,6 +517,19 @@ impl Lanes {
         }
         Ok(())
     }
+}
+
+/// Where the local ends of a piece's ranges are, with their bytes; `offset` says which end that is.
+fn local_places(
+    job: &Job,
+    ranges: &[PieceRange],
+    offset: impl Fn(&PieceRange) -> u64,
+) -> Result<Vec<(Place, u64)>, TransportError> {
+    let place = |range: &PieceRange| {
+        let region = &job.pair(range.pair)?.local;
+        Ok((region.place(offset(range), range.len)?, range.len))
+    };
+    ranges.iter().map(place).collect()
 }
 
 /// A piece whose copy out of device memory is under way; it was taken and is not sent.
