@@ -1,7 +1,7 @@
 //! CUDA's driver API.
 
 use std::collections::HashMap;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -89,34 +89,14 @@ impl Cuda {
         let cuda = unsafe {
             Self {
                 calls: Calls::resolve(&library, true)?,
-                error_name: std::mem::transmute::<*mut c_void, Words>(
-                    library.symbol(c"cuGetErrorName")?,
-                ),
-                error_text: std::mem::transmute::<*mut c_void, Words>(
-                    library.symbol(c"cuGetErrorString")?,
-                ),
-                retain_context: std::mem::transmute::<
-                    *mut c_void,
-                    unsafe extern "C" fn(*mut u64, c_int) -> c_int,
-                >(library.symbol(c"cuDevicePrimaryCtxRetain")?),
-                get_current: std::mem::transmute::<
-                    *mut c_void,
-                    unsafe extern "C" fn(*mut u64) -> c_int,
-                >(library.symbol(c"cuCtxGetCurrent")?),
-                set_current: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(u64) -> c_int>(
-                    library.symbol(c"cuCtxSetCurrent")?,
-                ),
-                copy_async: std::mem::transmute::<*mut c_void, CopyAsync>(
-                    library.symbol(c"cuMemcpyAsync")?,
-                ),
-                copy_rows: std::mem::transmute::<
-                    *mut c_void,
-                    unsafe extern "C" fn(*const Pitched, u64) -> c_int,
-                >(library.symbol(c"cuMemcpy2DAsync_v2")?),
-                copy_batch_opt: library
-                    .symbol(c"cuMemcpyBatchAsync")
-                    .ok()
-                    .map(|found| std::mem::transmute::<*mut c_void, CopyBatch>(found)),
+                error_name: library.call(c"cuGetErrorName")?,
+                error_text: library.call(c"cuGetErrorString")?,
+                retain_context: library.call(c"cuDevicePrimaryCtxRetain")?,
+                get_current: library.call(c"cuCtxGetCurrent")?,
+                set_current: library.call(c"cuCtxSetCurrent")?,
+                copy_async: library.call(c"cuMemcpyAsync")?,
+                copy_rows: library.call(c"cuMemcpy2DAsync_v2")?,
+                copy_batch_opt: library.call(c"cuMemcpyBatchAsync").ok(),
                 batches_are_refused: AtomicBool::new(false),
                 contexts: Mutex::default(),
             }

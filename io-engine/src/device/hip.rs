@@ -1,7 +1,6 @@
 //! HIP, AMD's runtime.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
-
 use std::path::PathBuf;
 
 use super::library::{Calls, FILE_DESCRIPTOR, Library};
@@ -44,25 +43,12 @@ impl Hip {
         let hip = unsafe {
             Self {
                 calls: Calls::resolve(&library, false)?,
-                error_name: std::mem::transmute::<*mut c_void, Word>(
-                    library.symbol(c"hipGetErrorName")?,
-                ),
-                error_text: std::mem::transmute::<*mut c_void, Word>(
-                    library.symbol(c"hipGetErrorString")?,
-                ),
-                get_device: std::mem::transmute::<
-                    *mut c_void,
-                    unsafe extern "C" fn(*mut c_int) -> c_int,
-                >(library.symbol(c"hipGetDevice")?),
-                set_device: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int) -> c_int>(
-                    library.symbol(c"hipSetDevice")?,
-                ),
-                copy_async: std::mem::transmute::<*mut c_void, CopyAsync>(
-                    library.symbol(c"hipMemcpyAsync")?,
-                ),
-                copy_rows: std::mem::transmute::<*mut c_void, CopyRows>(
-                    library.symbol(c"hipMemcpy2DAsync")?,
-                ),
+                error_name: library.call(c"hipGetErrorName")?,
+                error_text: library.call(c"hipGetErrorString")?,
+                get_device: library.call(c"hipGetDevice")?,
+                set_device: library.call(c"hipSetDevice")?,
+                copy_async: library.call(c"hipMemcpyAsync")?,
+                copy_rows: library.call(c"hipMemcpy2DAsync")?,
             }
         };
         // SAFETY: takes a number; it may be called again and again.

@@ -92,23 +92,15 @@ macro_rules! calls {
                     let name = if is_cuda { $cuda } else { $hip };
                     // SAFETY: the caller says whose library it is; the call has this signature
                     // there.
-                    let $field = unsafe {
-                        std::mem::transmute::<
-                            *mut c_void,
-                            unsafe extern "C" fn($($argument),*) -> c_int,
-                        >(library.symbol(name)?)
-                    };
+                    let $field = unsafe { library.call(name)? };
                 )*
                 let name = if is_cuda {
                     c"cuMemGetHandleForAddressRange"
                 } else {
                     c"hipMemGetHandleForAddressRange"
                 };
-                let range_handle = library.symbol(name).ok();
                 // SAFETY: as above.
-                let range_handle_opt = range_handle.map(|found| unsafe {
-                    std::mem::transmute::<*mut c_void, RangeHandle>(found)
-                });
+                let range_handle_opt = unsafe { library.call(name) }.ok();
                 Ok(Self { $($field,)* range_handle_opt })
             }
         }
@@ -202,12 +194,19 @@ impl Library {
         Err(reasons.join("; "))
     }
 
-    pub(crate) fn symbol(&self, name: &CStr) -> Result<*mut c_void, String> {
+    /// One of its calls, as a function pointer of type `F`.
+    ///
+    /// # Safety
+    /// `F` is a pointer to a function with the signature that the library's call of that name has.
+    pub(crate) unsafe fn call<F: Copy>(&self, name: &CStr) -> Result<F, String> {
+        const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
         // SAFETY: the handle is open, and the name is a C string.
         let found = unsafe { libc::dlsym(self.handle, name.as_ptr()) };
         if found.is_null() {
             return Err(format!("{} has no {}", self.name, name.to_string_lossy()));
         }
-        Ok(found)
+        // SAFETY: of one size; the caller says that the symbol is such a function, and the library
+        // is never closed.
+        Ok(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&found) })
     }
 }

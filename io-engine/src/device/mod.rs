@@ -144,14 +144,9 @@ pub fn device_count(kind: DeviceRuntime) -> Result<u32, TransportError> {
     let mut count = 0;
     // SAFETY: the call writes one int, which lives for its length.
     let code = unsafe { (runtime.calls().device_count)(&mut count) };
-    check(runtime, "the number of devices", code)?;
-    Ok(u32::try_from(count).unwrap_or(0))
-}
-
-fn check(runtime: &dyn Runtime, call: &str, code: c_int) -> Result<(), TransportError> {
     match code {
-        0 => Ok(()),
-        _ => Err(driver_error(runtime, call, code)),
+        0 => Ok(u32::try_from(count).unwrap_or(0)),
+        _ => Err(driver_error(runtime, "the number of devices", code)),
     }
 }
 
@@ -161,6 +156,12 @@ pub(crate) struct Device {
     runtime: &'static dyn Runtime,
     number: u32,
     context: u64,
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Self) -> bool {
+        (self.kind(), self.number) == (other.kind(), other.number)
+    }
 }
 
 impl std::fmt::Debug for Device {
@@ -210,11 +211,7 @@ impl Device {
     pub(crate) fn check(&self, call: &str, code: c_int) -> Result<(), TransportError> {
         match code {
             0 => Ok(()),
-            _ => Err(driver_error(
-                self.runtime,
-                &format!("{call} ({self:?})"),
-                code,
-            )),
+            _ => Err(self.failed(call, code)),
         }
     }
 

@@ -187,10 +187,8 @@ fn cut<'a>(ranges: &[Staged<'a>]) -> Vec<Cut<'a>> {
     for (memory, device_address, host, len) in ranges {
         let mut done = 0;
         while done < *len {
-            let is_same = lists.last().is_some_and(|(device, ..)| {
-                (device.kind(), device.number())
-                    == (memory.device().kind(), memory.device().number())
-            });
+            let last_opt = lists.last();
+            let is_same = last_opt.is_some_and(|(device, ..)| *device == memory.device());
             if room == 0 || !is_same {
                 lists.push((memory.device(), memory.stage(), Vec::new(), Vec::new()));
                 room = BUFFER_BYTES;

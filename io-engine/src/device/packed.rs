@@ -3,7 +3,6 @@
 
 use std::collections::VecDeque;
 
-use super::Device;
 use super::staging::{BUFFER_BYTES, Buffer, Flight, Way};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::foreign::Place;
@@ -25,12 +24,9 @@ pub(crate) fn any_device(ranges: &[(Place, u64)]) -> bool {
 
 /// Ranges behind each other that are of one device, or of the host.
 fn is_alike(one: &Place, other: &Place) -> bool {
-    let name = |device: Device| (device.kind(), device.number());
     match (one, other) {
         (Place::Host(_), Place::Host(_)) => true,
-        (Place::Device(one, _), Place::Device(other, _)) => {
-            name(one.device()) == name(other.device())
-        }
+        (Place::Device(one, _), Place::Device(other, _)) => one.device() == other.device(),
         _ => false,
     }
 }
