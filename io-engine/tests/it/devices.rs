@@ -20,7 +20,8 @@ use rustix::process::Signal;
 
 use crate::peers::{PeerProcess, say_where};
 use crate::support::{
-    BYTES, DEADLINE, Random, config, eventually, one_run, random_runs, through_the_wire,
+    BYTES, DEADLINE, Random, assert_passes_alone, config, eventually, one_run, random_runs,
+    through_the_wire,
 };
 
 const UNIT: u64 = 2 << 20;
@@ -591,13 +592,8 @@ fn small_pieces_are_gathered_and_scattered_on_the_device() {
 
 #[test]
 fn a_device_that_is_reset_fails_what_is_under_way_with_the_drivers_words() {
-    // The stand-in does not recover, so this is a process of its own.
-    let name = "devices::reset_in_mid_transfer";
-    let status = std::process::Command::new(std::env::current_exe().unwrap())
-        .args([name, "--exact", "--ignored", "--nocapture"])
-        .status()
-        .unwrap();
-    assert!(status.success(), "{name} failed");
+    // The stand-in does not recover.
+    assert_passes_alone("devices::reset_in_mid_transfer");
 }
 
 #[test]

@@ -1,7 +1,6 @@
 //! Batches, regions, sessions and engines end as they say, and leave nothing behind.
 
 use std::net::TcpStream;
-use std::process::Command;
 use std::time::Duration;
 
 use io_engine::{
@@ -9,8 +8,8 @@ use io_engine::{
 };
 
 use crate::support::{
-    BYTES, DEADLINE, begin, config, contents, eventually, kinds, one_run, pair, pair_with,
-    remote_of, shuffled_pages, shuffled_pages_from, write,
+    BYTES, DEADLINE, assert_passes_alone, begin, config, contents, eventually, kinds, one_run,
+    pair, pair_with, remote_of, shuffled_pages, shuffled_pages_from, write,
 };
 
 #[test]
@@ -219,14 +218,7 @@ fn nothing_is_left_behind_here() {
 
 #[test]
 fn the_last_handles_end_all_threads_and_close_all_descriptors() {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "lifetimes::nothing_is_left_behind_here"])
-        .args(["--ignored", "--test-threads=1"])
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert!(told.contains("1 passed"), "{told}");
+    assert_passes_alone("lifetimes::nothing_is_left_behind_here");
 }
 
 #[test]

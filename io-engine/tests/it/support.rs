@@ -26,6 +26,17 @@ pub(crate) fn kinds() -> Vec<TransportKind> {
     TransportKind::ALL.into_iter().filter(can_be_had).collect()
 }
 
+/// Runs one test of this binary, which is ignored otherwise, in a process of its own.
+pub(crate) fn assert_passes_alone(test: &str) {
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--test-threads=1"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(told.contains("1 passed"), "{told}");
+}
+
 /// Those of [`kinds`] that reach another process.
 pub(crate) fn process_kinds() -> Vec<TransportKind> {
     let mut kinds = kinds();
