@@ -8,8 +8,8 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, RwLock, Weak};
-use std::time::Duration;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
 
 use common::ids::{ByteLen, ByteOffset};
 use common::wire::EngineDesc;
@@ -18,6 +18,7 @@ use crate::error::{TransportError, TransportErrorKind};
 use crate::fault::{FaultSpec, Faulty};
 use crate::foreign::AnyMemory;
 use crate::offer::Offer;
+use crate::process::EngineProcess;
 use crate::rdma_options::RdmaOptions;
 use crate::region::{Region, RegionKey};
 use crate::session::Session;
@@ -114,6 +115,8 @@ pub(crate) struct EngineInner {
     timer: Arc<Timer>,
     /// Connections of `tcp` peers to this engine.
     tcp_peers: Mutex<Vec<Weak<TcpStream>>>,
+    /// Those of them that write over `tcp`, with the instance of their engine.
+    tcp_writers: Mutex<Vec<([u8; 16], Weak<TcpStream>)>>,
     /// Connections of same-host peers to this engine.
     same_host_peers: Mutex<Vec<Weak<Connection>>>,
     /// Sessions from this engine.
@@ -152,6 +155,9 @@ fn open_rails(config: &EngineConfig) -> Result<Arc<Rails>, TransportError> {
     }
     rails.map(Arc::new)
 }
+
+/// How often an ended connection is looked at until its thread has left.
+const END_POLL: Duration = Duration::from_millis(1);
 
 fn random<const N: usize>() -> Result<[u8; N], TransportError> {
     let mut bytes = [0; N];
@@ -198,6 +204,7 @@ impl Engine {
             copies: Arc::default(),
             timer: Arc::default(),
             tcp_peers: Mutex::default(),
+            tcp_writers: Mutex::default(),
             same_host_peers: Mutex::default(),
             sessions: Mutex::default(),
             secret: Secret::new(random()?),
@@ -388,6 +395,17 @@ impl Engine {
         ))
     }
 
+    /// Whether nothing that this process had begun can land in this engine's regions any more. Its
+    /// exit ends what it copied itself (`shm`, `cma`); what it had sent over `tcp` may still be
+    /// on its way, so its connections are ended here and waited for. Blocks for at most `timeout`.
+    /// Never true while the process lives, nor where `rdma` is offered: a device goes on by itself.
+    pub fn is_over(&self, process: &EngineProcess, timeout: Duration) -> bool {
+        let inner = self.inner();
+        process.has_exited()
+            && !inner.offers(TransportKind::Rdma)
+            && inner.end_writer(process.instance(), deadline_after(timeout))
+    }
+
     /// Ends the engine: its listeners, sessions and workers. Batches in flight fail. Peers that
     /// write by `shm` or `cma` are told; what they were told of stays mapped until they have let go.
     pub fn shutdown(&self) {
@@ -489,9 +507,45 @@ impl EngineInner {
         &self.secret
     }
 
-    /// Remembers a peer's connection, which is to end with the engine.
-    pub(crate) fn adopt_tcp(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
+    /// Remembers a connection that is to end with the engine.
+    pub(crate) fn adopt_control(&self, stream: &Arc<TcpStream>) -> io::Result<()> {
         self.adopt(&self.tcp_peers, Arc::downgrade(stream))
+    }
+
+    /// The same of one that may carry bytes for regions, for as long as its thread holds it.
+    pub(crate) fn adopt_tcp(&self, stream: &Arc<TcpStream>, writer: [u8; 16]) -> io::Result<()> {
+        let mut writers = self.tcp_writers();
+        writers.retain(|(_, stream)| stream.strong_count() > 0);
+        writers.push((writer, Arc::downgrade(stream)));
+        drop(writers);
+        self.adopt_control(stream)
+    }
+
+    fn tcp_writers(&self) -> MutexGuard<'_, Vec<([u8; 16], Weak<TcpStream>)>> {
+        self.tcp_writers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the connections of an engine, and waits until their threads have let go of the regions.
+    fn end_writer(&self, instance: &[u8; 16], deadline: Instant) -> bool {
+        loop {
+            let writers = self.tcp_writers();
+            let own = writers.iter().filter(|(writer, _)| writer == instance);
+            let open: Vec<_> = own.filter_map(|(_, stream)| stream.upgrade()).collect();
+            drop(writers);
+            if open.is_empty() {
+                return true;
+            }
+            for stream in open {
+                // It may have ended already; either way its thread sees the end.
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(END_POLL);
+        }
     }
 
     /// Remembers a same-host peer, which is to be told when a region or the engine ends.
@@ -634,7 +688,8 @@ impl EngineInner {
                     connect_timeout: self.config.connect_timeout,
                     stall_timeout: self.config.stall_timeout,
                 };
-                let tcp = Tcp::connect(&remote.host, offer.tcp_port, &offer.instance, &options)?;
+                let instances = (&offer.instance, &self.instance);
+                let tcp = Tcp::connect(&remote.host, offer.tcp_port, instances, &options)?;
                 Ok(Arc::new(tcp))
             }
         }

@@ -6,6 +6,7 @@ use actix::Addr;
 use common::ids::{Endpoint, Generation};
 use common::wire::{Frame, decode_message, guess_kind, unreadable_sender};
 use futures::future::BoxFuture;
+use tokio::sync::mpsc;
 use zmtp::{PullSocket, PushOptions, PushPeer, SendError};
 
 use crate::messages::{Inbound, Malformed};
@@ -52,17 +53,24 @@ pub(crate) async fn receive(mut socket: PullSocket, rank: Addr<RankActor>) {
 /// One bounded outbox for each peer.
 pub(crate) struct Outboxes {
     options: PushOptions,
+    /// Told of peers that ended their connection.
+    ended: mpsc::UnboundedSender<Endpoint>,
     peers: HashMap<Endpoint, (u64, PushPeer)>,
     uses: u64,
 }
 
 impl Outboxes {
-    pub(crate) fn new(options: PushOptions) -> Self {
-        Self {
+    /// Empty, and where the peers come out that end their connection.
+    pub(crate) fn new(options: PushOptions) -> (Self, mpsc::UnboundedReceiver<Endpoint>) {
+        // Bounded by the connections: each ends once.
+        let (ended, endings) = mpsc::unbounded_channel();
+        let outboxes = Self {
             options,
+            ended,
             peers: HashMap::new(),
             uses: 0,
-        }
+        };
+        (outboxes, endings)
     }
 
     /// Puts a message into a peer's outbox, in the order of calls; the future tells how it went.
@@ -79,10 +87,15 @@ impl Outboxes {
             }
         }
         let (uses, options) = (self.uses, self.options);
-        let peer = self
-            .peers
-            .entry(to.clone())
-            .or_insert_with(|| (uses, PushPeer::new(&to.to_string(), options)));
+        let ended = &self.ended;
+        let peer = self.peers.entry(to.clone()).or_insert_with(|| {
+            let (ended, endpoint) = (ended.clone(), to.clone());
+            let on_end = move || {
+                // A rank that is gone needs to know nothing.
+                let _ = ended.send(endpoint.clone());
+            };
+            (uses, PushPeer::watched(&to.to_string(), options, on_end))
+        });
         peer.0 = uses;
         let (endpoint, queued) = (to.to_string(), peer.1.enqueue(frames));
         Box::pin(async move {

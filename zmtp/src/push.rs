@@ -103,6 +103,16 @@ impl PushPeer {
     /// A peer at `host:port` (IPv6 in brackets). Connects when there is something to send. Must be
     /// called within a tokio runtime.
     pub fn new(endpoint: &str, options: PushOptions) -> Self {
+        Self::watched(endpoint, options, || {})
+    }
+
+    /// As [`PushPeer::new`]. When the peer ends a connection on which nothing is being sent,
+    /// `on_end` is called, on the runtime's threads; a send that fails says so to its caller.
+    pub fn watched(
+        endpoint: &str,
+        options: PushOptions,
+        on_end: impl Fn() + Send + Sync + 'static,
+    ) -> Self {
         let (outbox, receiver) = mpsc::channel(options.outbox_messages.max(1));
         let endpoint: Arc<str> = endpoint.into();
         let waiting_bytes = Arc::new(AtomicUsize::new(0));
@@ -111,6 +121,7 @@ impl PushPeer {
             options,
             receiver,
             waiting_bytes: Arc::clone(&waiting_bytes),
+            on_end: Box::new(on_end),
         };
         tokio::spawn(worker.run());
         Self {
@@ -188,6 +199,7 @@ struct Worker {
     options: PushOptions,
     receiver: mpsc::Receiver<Outgoing>,
     waiting_bytes: Arc<AtomicUsize>,
+    on_end: Box<dyn Fn() + Send + Sync>,
 }
 
 impl Worker {
@@ -204,6 +216,7 @@ impl Worker {
                         event = link.watch() => {
                             if !self.answer(link, event).await {
                                 connection = None;
+                                (self.on_end)();
                             }
                             continue;
                         }

@@ -127,7 +127,27 @@ impl Default for MemoryDesc {
     }
 }
 
+/// First element of the tag that marks the descriptor in a Ferry rank's REGISTER.
+const RANK_TAG: &str = "FRYR";
+
 impl EngineDesc {
+    /// The same, marked as that of a rank that speaks Ferry's own messages, with the number of its
+    /// REGISTER, which the answer repeats. An engine of Ferry's below another control plane has no
+    /// such mark; stock peers skip elements that they do not know.
+    #[must_use]
+    pub fn with_rank_tag(mut self, number: u64) -> Self {
+        self.extra
+            .push(rmpv::Value::Array(vec![RANK_TAG.into(), number.into()]));
+        self
+    }
+
+    /// The number of the REGISTER, if the rank behind it speaks Ferry's own messages.
+    pub fn rank_tag(&self) -> Option<u64> {
+        let mut tags = self.extra.iter().filter_map(rmpv::Value::as_array);
+        let tag = tags.find(|tag| tag.first().and_then(rmpv::Value::as_str) == Some(RANK_TAG))?;
+        tag.get(1)?.as_u64()
+    }
+
     /// The packed form.
     ///
     /// # Errors

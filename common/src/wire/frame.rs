@@ -13,6 +13,8 @@ pub const ABORT_ACK: &[u8] = b"ABORT_ACK";
 pub const AUX_DATA: &[u8] = b"AUX_DATA";
 /// First frame of BOOTSTRAP.
 pub const BOOTSTRAP: &[u8] = b"BOOTSTRAP";
+/// First frame of HELLO, which only Ferry ranks send each other.
+pub const HELLO: &[u8] = b"FERRY_HELLO";
 /// Second frame of REGISTER, where the other guarded messages have a room.
 pub const NO_ROOM: &[u8] = b"None";
 /// First bytes of the trailing frame between two Ferry ranks.

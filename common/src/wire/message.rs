@@ -1,11 +1,11 @@
-//! The seven messages, and the decoder that tells them apart.
+//! The seven messages, one between Ferry ranks only, and the decoder that tells them apart.
 
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{Endpoint, Room, UniqueRank};
 use crate::wire::error::{WireError, shown};
 use crate::wire::frame::{self, Frame};
-use crate::wire::{Register, Release, Status, TransferInfo};
+use crate::wire::{EngineDesc, Register, Release, Status, TransferInfo};
 
 /// One control message, of either direction.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,6 +24,8 @@ pub enum ControlMessage {
     AuxData(AuxData),
     /// Decode to prefill, under the policy `prefill_complete`.
     Bootstrap(Bootstrap),
+    /// Prefill to decode, and only to one whose REGISTER says that it is a Ferry rank.
+    Hello(Box<Hello>),
 }
 
 /// `ABORT`: the decode side gives a room up.
@@ -70,6 +72,18 @@ pub struct Bootstrap {
     pub reply_to: Endpoint,
 }
 
+/// `FERRY_HELLO`: a Ferry prefill rank answers the REGISTER of a Ferry decode rank. From then on
+/// the decode sends trailers, and knows which process writes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Hello {
+    /// The prefill rank's control socket.
+    pub endpoint: Endpoint,
+    /// The prefill rank's io engine.
+    pub engine: EngineDesc,
+    /// Number of the REGISTER that it answers.
+    pub register: u64,
+}
+
 /// The extra trailing frame between two Ferry ranks: `FRY1`, then msgpack
 /// `[generation or nil, [checksum, ...]]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -102,6 +116,7 @@ enum Kind {
     AbortAck,
     AuxData,
     Bootstrap,
+    Hello,
 }
 
 impl Kind {
@@ -114,6 +129,7 @@ impl Kind {
             frame::ABORT_ACK => Some(Self::AbortAck),
             frame::AUX_DATA => Some(Self::AuxData),
             frame::BOOTSTRAP => Some(Self::Bootstrap),
+            frame::HELLO => Some(Self::Hello),
             frame::GUARD if frames.get(1) == Some(&frame::NO_ROOM) => Some(Self::Register),
             frame::GUARD if frames.len() <= MOST_STATUS_FRAMES => Some(Self::Status),
             frame::GUARD => Some(Self::TransferInfo),
@@ -130,6 +146,7 @@ impl Kind {
             Self::AbortAck => "abort_ack",
             Self::AuxData => "aux_data",
             Self::Bootstrap => "bootstrap",
+            Self::Hello => "hello",
         }
     }
 
@@ -144,6 +161,7 @@ impl Kind {
             Self::AbortAck => (3, 4),
             Self::AuxData => (6, 6),
             Self::Bootstrap => (4, 4),
+            Self::Hello => (5, 5),
         }
     }
 }
@@ -204,6 +222,7 @@ pub fn decode_message<T: AsRef<[u8]>>(frames: &[T]) -> Result<Incoming, WireErro
         Kind::AbortAck => ControlMessage::AbortAck(AbortAck::decode(&frames)?),
         Kind::AuxData => ControlMessage::AuxData(AuxData::decode(&frames)?),
         Kind::Bootstrap => ControlMessage::Bootstrap(Bootstrap::decode(&frames)?),
+        Kind::Hello => ControlMessage::Hello(Box::new(Hello::decode(&frames)?)),
     };
     Ok(Incoming {
         message,
@@ -234,13 +253,14 @@ impl ControlMessage {
             Self::AbortAck(_) => Kind::AbortAck.name(),
             Self::AuxData(_) => Kind::AuxData.name(),
             Self::Bootstrap(_) => Kind::Bootstrap.name(),
+            Self::Hello(_) => Kind::Hello.name(),
         }
     }
 
-    /// The room that the message is about; a REGISTER is about none.
+    /// The room that the message is about; a REGISTER and a HELLO are about none.
     pub const fn room(&self) -> Option<Room> {
         match self {
-            Self::Register(_) => None,
+            Self::Register(_) | Self::Hello(_) => None,
             Self::TransferInfo(message) => Some(message.room),
             Self::Status(message) => Some(message.room),
             Self::Abort(message) => Some(message.room),
@@ -263,6 +283,7 @@ impl ControlMessage {
             Self::AbortAck(message) => Ok(message.encode(release)),
             Self::AuxData(message) => message.encode(),
             Self::Bootstrap(message) => Ok(message.encode()),
+            Self::Hello(message) => message.encode(),
         }
     }
 
@@ -443,6 +464,33 @@ impl Bootstrap {
             self.reply_to.host.clone().into_bytes(),
             frame::ascii(self.reply_to.port),
         ]
+    }
+}
+
+impl Hello {
+    fn decode(frames: &[&[u8]]) -> Result<Self, WireError> {
+        let [_hello, host, port, engine, register, ..] = frames else {
+            return Err(WireError::TooFewFrames {
+                message: "hello",
+                need: 5,
+                have: frames.len(),
+            });
+        };
+        Ok(Self {
+            endpoint: frame::parse_endpoint(host, port)?,
+            engine: EngineDesc::unpack(engine)?,
+            register: frame::parse_u64(register, "register number")?,
+        })
+    }
+
+    fn encode(&self) -> Result<Vec<Frame>, WireError> {
+        Ok(vec![
+            frame::HELLO.to_vec(),
+            self.endpoint.host.clone().into_bytes(),
+            frame::ascii(self.endpoint.port),
+            self.engine.pack()?,
+            frame::ascii(self.register),
+        ])
     }
 }
 

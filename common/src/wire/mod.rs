@@ -20,8 +20,8 @@ pub use descriptor::{EngineDesc, MemoryDesc, MemoryLocation};
 pub use error::WireError;
 pub use frame::Frame;
 pub use message::{
-    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, FerryTrailer, Incoming, UnreadableSender,
-    decode_message, guess_kind, unique_rank, unreadable_sender,
+    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, FerryTrailer, Hello, Incoming,
+    UnreadableSender, decode_message, guess_kind, unique_rank, unreadable_sender,
 };
 pub use register::Register;
 pub use release::{Release, ReleaseForm};

@@ -3,7 +3,7 @@
 use common::ids::{Endpoint, Room};
 use common::wire::descriptor::HANDLE_BYTES;
 use common::wire::{
-    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, EngineDesc, FerryTrailer, KvPoll,
+    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, EngineDesc, FerryTrailer, Hello, KvPoll,
     MemoryDesc, MemoryLocation, Register, Release, Status, TransferInfo,
 };
 use proptest::collection::vec;
@@ -175,7 +175,14 @@ pub fn message() -> impl Strategy<Value = ControlMessage> {
         data,
     });
     let bootstrap = (room(), endpoint()).prop_map(|(room, reply_to)| Bootstrap { room, reply_to });
+    let hello = (endpoint(), engine_desc(), any::<u64>());
+    let hello = hello.prop_map(|(endpoint, engine, register)| Hello {
+        endpoint,
+        engine,
+        register,
+    });
     prop_oneof![
+        hello.prop_map(|message| ControlMessage::Hello(Box::new(message))),
         status().prop_map(ControlMessage::Status),
         abort.prop_map(ControlMessage::Abort),
         ack.prop_map(ControlMessage::AbortAck),

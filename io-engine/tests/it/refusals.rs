@@ -220,11 +220,12 @@ impl Client {
         let mut stream = TcpStream::connect(pair.target.tcp_address()).unwrap();
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         let elements = tag(&pair.target.desc());
-        stream.write_all(b"FRYT\x01\x00").unwrap();
+        stream.write_all(b"FRYT\x02\x00").unwrap();
         stream.write_all(elements[4].as_slice().unwrap()).unwrap();
+        stream.write_all(&[7; 16]).unwrap();
         let mut welcome = [0; 6];
         stream.read_exact(&mut welcome).unwrap();
-        assert_eq!(&welcome, b"FRYT\x01\x00");
+        assert_eq!(&welcome, b"FRYT\x02\x00");
         Self(stream)
     }
 

@@ -1,7 +1,8 @@
-//! Whether the prefill ranks that a decode waits for are still there. A message that is already
+//! Whether the other side's ranks of open rooms are still there. A message that is already
 //! sent fails no more when its receiver dies, so each of them is looked for from time to time.
 
 use std::collections::{HashMap, HashSet};
+use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
@@ -45,11 +46,11 @@ impl Heartbeats {
     pub(super) fn seen(
         &mut self,
         endpoint: &Endpoint,
-        found: Result<(), String>,
+        found: Result<(), Absence>,
         most_misses: u32,
     ) -> Option<String> {
         self.pending.remove(endpoint);
-        let Err(reason) = found else {
+        let Err(Absence { reason, .. }) = found else {
             self.misses.remove(endpoint);
             return None;
         };
@@ -63,8 +64,17 @@ impl Heartbeats {
     }
 }
 
+/// What a look at a rank found, if not the rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Absence {
+    /// What the operating system said.
+    pub reason: String,
+    /// Whether its host answered that nobody listens there: a rank that lives does.
+    pub is_certain: bool,
+}
+
 /// Connects to a rank's control socket and hangs up.
-pub(super) async fn probe(endpoint: Endpoint) -> Result<(), String> {
+pub(super) async fn probe(endpoint: Endpoint) -> Result<(), Absence> {
     let host = endpoint.host.as_str();
     // A scoped or bracketed address is for the resolver to refuse.
     let connected = match host.parse::<IpAddr>() {
@@ -77,8 +87,14 @@ pub(super) async fn probe(endpoint: Endpoint) -> Result<(), String> {
     };
     match connected {
         Ok(Ok(_)) => Ok(()),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err(format!("no answer within {} s", PROBE_TIMEOUT.as_secs())),
+        Ok(Err(error)) => Err(Absence {
+            is_certain: error.kind() == ErrorKind::ConnectionRefused,
+            reason: error.to_string(),
+        }),
+        Err(_) => Err(Absence {
+            reason: format!("no answer within {} s", PROBE_TIMEOUT.as_secs()),
+            is_certain: false,
+        }),
     }
 }
 
@@ -90,12 +106,19 @@ mod tests {
         Endpoint::new("127.0.0.1", port)
     }
 
+    fn refused() -> Absence {
+        Absence {
+            reason: "refused".to_owned(),
+            is_certain: true,
+        }
+    }
+
     #[test]
     fn a_rank_is_gone_after_misses_in_a_row_only() {
         let mut beats = Heartbeats::default();
         let (interval, start) = (Duration::from_secs(5), Instant::now());
         let watched = || HashSet::from([endpoint(1)]);
-        let missed = || Err("refused".to_owned());
+        let missed = || Err(refused());
         assert_eq!(beats.due(interval, start, watched), [endpoint(1)]);
         let early = start + Duration::from_secs(4);
         assert!(beats.due(interval, early, watched).is_empty());
@@ -126,9 +149,9 @@ mod tests {
     fn a_rank_that_nobody_waits_for_is_forgotten() {
         let mut beats = Heartbeats::default();
         let (interval, start) = (Duration::from_secs(5), Instant::now());
-        assert_eq!(beats.seen(&endpoint(1), Err("refused".to_owned()), 2), None);
+        assert_eq!(beats.seen(&endpoint(1), Err(refused()), 2), None);
         assert!(beats.due(interval, start, HashSet::new).is_empty());
-        assert_eq!(beats.seen(&endpoint(1), Err("refused".to_owned()), 2), None);
+        assert_eq!(beats.seen(&endpoint(1), Err(refused()), 2), None);
     }
 
     #[actix_rt::test]
@@ -137,6 +160,7 @@ mod tests {
         let address = listener.local_addr().expect("it is bound");
         assert_eq!(probe(endpoint(address.port())).await, Ok(()));
         drop(listener);
-        assert!(probe(endpoint(address.port())).await.is_err());
+        let absence = probe(endpoint(address.port())).await.expect_err("nobody");
+        assert!(absence.is_certain, "{absence:?}");
     }
 }

@@ -5,6 +5,7 @@
 
 mod actor;
 pub mod core;
+mod exits;
 mod heartbeats;
 mod reports;
 mod sessions;

@@ -188,6 +188,7 @@ fn bring_up(
                 planner: config.planner,
                 unique_rank: i64::from(unique.get()),
                 is_deferred: config.engine.decode_allocation_policy == PREFILL_COMPLETE,
+                contact: (control.clone(), engine.desc()),
             };
             let core = PrefillCore::new(identity, config.timeouts, config.limits);
             (RankCore::Prefill(Box::new(core)), None)
@@ -440,6 +441,7 @@ impl Resolver {
                         endpoint: Endpoint::new(address.rank_ip, address.rank_port),
                         is_dummy: mapping.is_dummy(self.side.is_mla, *tp_rank),
                         unique_rank: i64::from(unique.get()),
+                        // Its answer to our REGISTER tells.
                         is_ferry: false,
                     });
                 }

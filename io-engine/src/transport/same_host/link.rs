@@ -521,6 +521,41 @@ impl Link {
     }
 }
 
+/// The process that has an engine's socket, pinned; nothing of it is reached into.
+pub(crate) fn prove(
+    name: &str,
+    instance: [u8; 16],
+    timeout: Duration,
+) -> Result<(i32, OwnedFd), TransportError> {
+    let failed = |what: &str| {
+        let what = format!("same-host proof over @{name}: {what}");
+        move |error: io::Error| TransportError::io(what, &error)
+    };
+    let refused = |kind, what: &str| {
+        TransportError::quiesced(kind, format!("same-host proof over @{name}: {what}"))
+    };
+    let stream = connect_within(name, timeout).map_err(failed("connect"))?;
+    let credentials = sys::peer_credentials(&stream).map_err(failed("credentials"))?;
+    if credentials.pid <= 0 {
+        let what = "the peer is in another pid namespace";
+        return Err(refused(TransportErrorKind::Unreachable, what));
+    }
+    let pidfd = sys::pidfd(credentials.pid).map_err(failed("pidfd_open"))?;
+    let hello = ToOwner::Hello(TAG_MAGIC.to_owned(), ByteBuf::from(instance), Way::Mapping);
+    send(&stream, &hello).map_err(failed("hello"))?;
+    // The answer also shows that the process lived after the pidfd was taken.
+    let answer = receive(&stream, MAX_TO_WRITER_BYTES).map_err(failed("welcome"))?;
+    match answer {
+        ToWriter::Welcome(magic, told, ..) if is_meant(&magic, &told, &instance) => {
+            Ok((credentials.pid, pidfd))
+        }
+        _ => Err(refused(
+            TransportErrorKind::Protocol,
+            "the socket belongs to another engine than the descriptor",
+        )),
+    }
+}
+
 /// Reads the peer's secret in its memory, as proof that its memory can be reached.
 fn prove_reach(pid: i32, address: u64, secret: &[u8]) -> Result<(), TransportError> {
     let mut seen = [0; 16];

@@ -47,7 +47,7 @@ use serde_bytes::ByteBuf;
 
 use crate::region::TAG_MAGIC;
 
-pub(crate) use link::{Admitted, Link};
+pub(crate) use link::{Admitted, Link, prove};
 pub(crate) use owner::{Connection, bind, serve};
 
 /// A table of 100,000 regions is about 5 MB; nothing near this limit is real.

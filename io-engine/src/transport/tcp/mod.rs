@@ -53,11 +53,12 @@ impl Tcp {
     pub(crate) fn connect(
         host: &str,
         port: u16,
-        instance: &[u8; 16],
+        (instance, own_instance): (&[u8; 16], &[u8; 16]),
         options: &TcpOptions,
     ) -> Result<Self, TransportError> {
         let what = format!("tcp to {host}:{port}");
         let failed = |error: io::Error| TransportError::io(&what, &error);
+        let hello = wire::hello(instance, own_instance);
         // Some write an IPv6 address in the brackets that it has in a URL.
         let bare_host = host
             .strip_prefix('[')
@@ -68,7 +69,7 @@ impl Tcp {
         let mut streams = Vec::with_capacity(options.lanes);
         let mut peer = None;
         for _ in 0..options.lanes.max(1) {
-            let (stream, address) = connect_any(&addresses, instance, options).map_err(failed)?;
+            let (stream, address) = connect_any(&addresses, &hello, options).map_err(failed)?;
             peer = Some(address);
             streams.push(stream);
         }
@@ -80,12 +81,12 @@ impl Tcp {
 
 fn connect_any(
     addresses: &[SocketAddr],
-    instance: &[u8; 16],
+    hello: &[u8],
     options: &TcpOptions,
 ) -> io::Result<(TcpStream, SocketAddr)> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for address in addresses {
-        match connect_one(address, instance, options) {
+        match connect_one(address, hello, options) {
             Ok(stream) => return Ok((stream, *address)),
             Err(error) => last = error,
         }
@@ -93,17 +94,13 @@ fn connect_any(
     Err(last)
 }
 
-fn connect_one(
-    address: &SocketAddr,
-    instance: &[u8; 16],
-    options: &TcpOptions,
-) -> io::Result<TcpStream> {
+fn connect_one(address: &SocketAddr, hello: &[u8], options: &TcpOptions) -> io::Result<TcpStream> {
     let mut stream = TcpStream::connect_timeout(address, options.connect_timeout)?;
     stream.set_nodelay(true)?;
     notice_dead_hosts(&stream)?;
     stream.set_read_timeout(Some(options.connect_timeout))?;
     stream.set_write_timeout(Some(options.stall_timeout))?;
-    io::Write::write_all(&mut stream, &wire::hello(instance))?;
+    io::Write::write_all(&mut stream, hello)?;
     let mut welcome = [0; WELCOME_BYTES];
     stream.read_exact(&mut welcome)?;
     wire::check_welcome(&welcome)?;

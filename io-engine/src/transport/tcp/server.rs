@@ -94,13 +94,14 @@ fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::
     let Some(owner) = engine.upgrade() else {
         return Ok(());
     };
-    wire::check_hello(&hello, owner.instance())?;
+    let writer = wire::check_hello(&hello, owner.instance())?;
     if !owner.offers(TransportKind::Tcp) {
         return Err(io::Error::other("this engine does not offer tcp"));
     }
     // The engine ends the connections that it is told of when it shuts down.
-    owner.adopt_tcp(stream)?;
+    owner.adopt_tcp(stream, writer)?;
     drop(owner);
+    // Whoever connected sends nothing before it has this, so all that can write is known by then.
     (&**stream).write_all(&wire::welcome())?;
     stream.set_read_timeout(Some(STALL_TIMEOUT))?;
     let mut receiver = Receiver::new(stream);
@@ -138,7 +139,7 @@ fn serve_control(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::Res
     let Some(owner) = engine.upgrade() else {
         return Ok(());
     };
-    owner.adopt_tcp(stream)?;
+    owner.adopt_control(stream)?;
     drop(owner);
     rdma::server::serve(stream, engine, HELLO_TIMEOUT)
 }

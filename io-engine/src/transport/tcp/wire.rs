@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! hello    "FRYT" | u16 version | 16 bytes: instance of the engine that is meant
+//!          | 16 bytes: instance of the engine that connects
 //! welcome  "FRYT" | u16 version
 //! request  u8 1: write, 2: read | u64 piece | u32 groups | u32 ranges | u64 payload bytes
 //!          then for each group: u32 region | 16 bytes key | u32 ranges of it
@@ -22,9 +23,9 @@ use crate::session::Direction;
 /// First bytes of a connection, in both directions.
 pub(crate) const MAGIC: [u8; 4] = *b"FRYT";
 /// Version of this framing.
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 2;
 /// Bytes of a hello.
-pub(crate) const HELLO_BYTES: usize = 22;
+pub(crate) const HELLO_BYTES: usize = 38;
 /// Bytes of a welcome.
 pub(crate) const WELCOME_BYTES: usize = 6;
 /// Bytes of the fixed part of a request.
@@ -106,14 +107,17 @@ impl Fields<'_> {
     }
 }
 
-pub(crate) fn hello(instance: &[u8; 16]) -> Vec<u8> {
+/// Names the engine that is meant, and the one that connects.
+pub(crate) fn hello(instance: &[u8; 16], own_instance: &[u8; 16]) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     bytes.extend(VERSION.to_le_bytes());
     bytes.extend(instance);
+    bytes.extend(own_instance);
     bytes
 }
 
-pub(crate) fn check_hello(bytes: &[u8; HELLO_BYTES], instance: &[u8; 16]) -> io::Result<()> {
+/// The engine that connects.
+pub(crate) fn check_hello(bytes: &[u8; HELLO_BYTES], instance: &[u8; 16]) -> io::Result<[u8; 16]> {
     let mut fields = Fields(bytes);
     if fields.take::<4>()? != MAGIC {
         return Err(invalid("no ferry hello"));
@@ -127,7 +131,7 @@ pub(crate) fn check_hello(bytes: &[u8; HELLO_BYTES], instance: &[u8; 16]) -> io:
     if fields.take::<16>()? != *instance {
         return Err(invalid("the hello is meant for another engine"));
     }
-    Ok(())
+    fields.take()
 }
 
 pub(crate) fn welcome() -> Vec<u8> {
@@ -300,7 +304,7 @@ mod tests {
         read[0] = 2;
         let parsed = RequestHeader::parse(&read).unwrap();
         assert_eq!(parsed.direction, Direction::Read);
-        assert_eq!(hello(&[9; 16])[..7], *b"FRYT\x01\x00\x09");
+        assert_eq!(hello(&[9; 16], &[7; 16])[..7], *b"FRYT\x02\x00\x09");
         assert_eq!(
             answer(1, AnswerCode::BadKey, "no"),
             b"\x01\0\0\0\0\0\0\0\x02\x02\0no"
@@ -343,10 +347,10 @@ mod tests {
 
     #[test]
     fn a_hello_for_another_engine_or_version_is_refused() {
-        let mut bytes: [u8; HELLO_BYTES] = hello(&[9; 16]).try_into().unwrap();
-        assert!(check_hello(&bytes, &[9; 16]).is_ok());
+        let mut bytes: [u8; HELLO_BYTES] = hello(&[9; 16], &[7; 16]).try_into().unwrap();
+        assert_eq!(check_hello(&bytes, &[9; 16]).unwrap(), [7; 16]);
         assert!(check_hello(&bytes, &[8; 16]).is_err());
-        bytes[4] = 2;
+        bytes[4] = 1;
         assert!(check_hello(&bytes, &[9; 16]).is_err());
     }
 }

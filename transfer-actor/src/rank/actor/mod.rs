@@ -8,12 +8,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use actix::fut::wrap_future;
+use actix::fut::{wrap_future, wrap_stream};
 use actix::prelude::*;
 use common::ids::{ByteOffset, Endpoint, Generation, Room};
-use common::wire::{ControlMessage, FerryTrailer, Frame, KvPoll, Register, Release};
+use common::wire::{ControlMessage, EngineDesc, FerryTrailer, Frame, KvPoll, Register, Release};
 use futures::FutureExt;
 use io_engine::{Engine, TransportKind};
+use tokio::sync::mpsc;
 
 use crate::api::{RoomStatus, RoomView};
 use crate::bootstrap_client::jittered;
@@ -24,9 +25,10 @@ use crate::messages::{CancelWork, DoWork, StopComponent};
 use crate::metrics::TransferMetrics;
 use crate::rank::actor::log_limit::LogLimit;
 use crate::rank::core::{
-    ComponentKey, ComponentOutcome, ComponentReport, Effect, Event, PeerLink, RankCore,
+    ComponentKey, ComponentOutcome, ComponentReport, Effect, Event, Life, PeerLink, RankCore,
     unknown_room,
 };
+use crate::rank::exits::{Exit, exit_of};
 use crate::rank::heartbeats::{Heartbeats, probe};
 use crate::rank::reports::{FIRST_REPORT, Tally, Targets};
 use crate::rank::sessions::Sessions;
@@ -47,6 +49,12 @@ const RESENT_FOR: Duration = Duration::from_secs(60);
 /// First wait before that; it doubles.
 const FIRST_RESEND: Duration = Duration::from_millis(100);
 const LONGEST_RESEND: Duration = Duration::from_secs(5);
+
+/// What a peer said before it ended is to be heard first: it may hold the cause.
+const LAST_WORDS: Duration = Duration::from_millis(50);
+
+/// How often a peer that ended its connection is looked for, with such pauses between.
+const LOOKS: usize = 8;
 
 /// Somebody who waits for a room.
 struct Waiter {
@@ -75,6 +83,8 @@ pub(crate) struct RankActor {
     pub(super) buffers: Arc<RankBuffers>,
     pub(super) metrics: Arc<TransferMetrics>,
     pub(super) outboxes: Outboxes,
+    /// Peers that ended their connection; taken when the actor starts.
+    endings_opt: Option<mpsc::UnboundedReceiver<Endpoint>>,
     pub(super) resolver: Resolver,
     pub(super) register_opt: Option<Register>,
     pub(super) control: Endpoint,
@@ -107,7 +117,7 @@ impl RankActor {
         register_opt: Option<Register>,
         control: Endpoint,
     ) -> Self {
-        let outboxes = Outboxes::new(config.push);
+        let (outboxes, endings) = Outboxes::new(config.push);
         Self {
             config,
             core,
@@ -115,6 +125,7 @@ impl RankActor {
             buffers,
             metrics,
             outboxes,
+            endings_opt: Some(endings),
             resolver,
             register_opt,
             control,
@@ -189,6 +200,11 @@ impl RankActor {
                     });
                 context.spawn(applied);
             }
+            Effect::Met {
+                endpoint,
+                life,
+                engine,
+            } => self.watch_process(endpoint, life, *engine, context),
             Effect::WriteAux {
                 room,
                 buffer_index,
@@ -273,6 +289,8 @@ impl RankActor {
             .with_label_values(&[self.role(), error.kind()])
             .inc();
         self.outboxes.close(to);
+        let to = outgoing.to.clone();
+        self.look_for(to.clone(), context);
         let is_sent_again = outgoing
             .resent_until_opt
             .is_some_and(|until| Instant::now() < until);
@@ -354,6 +372,70 @@ impl RankActor {
         self.apply_quietly(Event::Component(ComponentReport { key, outcome }), context);
     }
 
+    /// Watches a peer's process for as long as both live.
+    fn watch_process(
+        &mut self,
+        endpoint: Endpoint,
+        life: Life,
+        engine: EngineDesc,
+        context: &mut Context<Self>,
+    ) {
+        let own = self.engine.clone();
+        let exited = async move {
+            let exit_opt = exit_of(own, engine).await;
+            tokio::time::sleep(LAST_WORDS).await;
+            exit_opt
+        };
+        let told = wrap_future(exited).map(move |exit_opt, actor: &mut Self, context| {
+            let Some(Exit { reason, is_proved }) = exit_opt else {
+                return;
+            };
+            tracing::info!(%endpoint, reason, is_proved, "a peer is gone");
+            let event = match is_proved {
+                true => Event::PeerExited {
+                    endpoint,
+                    life,
+                    reason,
+                },
+                false => Event::PeerLost { endpoint, reason },
+            };
+            actor.apply_quietly(event, context);
+        });
+        context.spawn(told);
+    }
+
+    /// A peer ended its connection: looks whether it is gone, if an open room needs it.
+    fn look_for(&mut self, endpoint: Endpoint, context: &mut Context<Self>) {
+        if !self.core.watched().contains(&endpoint) {
+            return;
+        }
+        let of_whom = endpoint.clone();
+        let probed = async move {
+            // A process that is being killed closes one socket after the other.
+            let mut found = probe(of_whom.clone()).await;
+            for _ in 1..LOOKS {
+                tokio::time::sleep(LAST_WORDS).await;
+                if found.as_ref().is_err_and(|absence| absence.is_certain) {
+                    break;
+                }
+                found = probe(of_whom.clone()).await;
+            }
+            found
+        };
+        context.spawn(
+            wrap_future(probed).map(move |found, actor: &mut Self, context| {
+                // Anything but a clear answer is for the heartbeats to judge.
+                if let Err(absence) = found
+                    && absence.is_certain
+                {
+                    let reason = absence.reason;
+                    tracing::info!(%endpoint, reason, "a peer is gone");
+                    actor.apply_quietly(Event::PeerLost { endpoint, reason }, context);
+                }
+            }),
+        );
+    }
+
     /// Looks for the peers whose end must be noticed.
     fn look_for_peers(&mut self, context: &mut Context<Self>) {
         let core = &self.core;
@@ -368,7 +450,7 @@ impl RankActor {
                 let Some(reason) = actor.heartbeats.seen(&endpoint, found, misses) else {
                     return;
                 };
-                tracing::info!(%endpoint, reason, "a prefill rank is gone");
+                tracing::info!(%endpoint, reason, "a peer is gone");
                 actor.apply_quietly(Event::PeerLost { endpoint, reason }, context);
             }));
         }
@@ -480,6 +562,14 @@ impl Actor for RankActor {
             let overdue: Vec<Room> = overdue.map(|(room, _)| *room).collect();
             overdue.into_iter().for_each(|room| actor.wake(room));
         });
+        if let Some(mut endings) = self.endings_opt.take() {
+            let ended = futures::stream::poll_fn(move |context| endings.poll_recv(context));
+            context.spawn(
+                wrap_stream(ended)
+                    .map(|endpoint, actor: &mut Self, context| actor.look_for(endpoint, context))
+                    .finish(),
+            );
+        }
         let interval = self.config.timeouts.report;
         if !interval.is_zero() {
             context.run_later(jittered(interval.min(FIRST_REPORT)), Self::report);

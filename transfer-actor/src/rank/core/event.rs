@@ -83,6 +83,15 @@ pub enum Event {
         /// What a look at it found.
         reason: String,
     },
+    /// The process behind a peer has exited: its memory, mappings and connections are gone.
+    PeerExited {
+        /// Its control socket.
+        endpoint: Endpoint,
+        /// Which of the processes that were met there.
+        life: Life,
+        /// What the kernel said.
+        reason: String,
+    },
     /// Time has passed.
     Tick,
     /// The rank is about to end; every open room fails with this reason.
@@ -91,6 +100,10 @@ pub enum Event {
         reason: String,
     },
 }
+
+/// One process behind a control socket, by the order in which they were met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Life(pub u64);
 
 /// A room as its engine opens it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -334,6 +347,15 @@ pub enum Effect {
         row: u32,
         /// The bytes.
         data: Vec<u8>,
+    },
+    /// A peer has said which engine it has: watch its process.
+    Met {
+        /// Its control socket.
+        endpoint: Endpoint,
+        /// What to call this process when it has exited.
+        life: Life,
+        /// Its engine.
+        engine: Box<EngineDesc>,
     },
     /// A room's view has changed: whoever waits for it is to be told.
     Changed {

@@ -150,10 +150,10 @@ impl RankCore {
         }
     }
 
-    /// Peers whose end must be noticed: the prefill ranks of a decode's open rooms.
+    /// Peers whose end must be noticed: the other side's ranks of open rooms.
     pub fn watched(&self) -> HashSet<Endpoint> {
         match self {
-            Self::Prefill(_) => HashSet::new(),
+            Self::Prefill(core) => core.watched(),
             Self::Decode(core) => core.watched(),
         }
     }

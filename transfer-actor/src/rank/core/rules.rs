@@ -46,6 +46,8 @@ pub(crate) enum Rule {
     WaitingTimeout,
     /// The rooms of a prefill rank that is gone fail at once.
     PeerLossFails,
+    /// The exit of a process proves nothing of another behind the same address.
+    ExitOfThisLife,
     /// The bootstrap server's answer to an older question is ignored.
     ResolvedGeneration,
 }
@@ -76,7 +78,7 @@ mod broken {
     }
 
     /// Every rule.
-    pub(crate) const ALL: [Rule; 22] = [
+    pub(crate) const ALL: [Rule; 23] = [
         Rule::AckAfterDrain,
         Rule::NoAckWhenPoisoned,
         Rule::NoWriteAfterFailure,
@@ -98,6 +100,7 @@ mod broken {
         Rule::BootstrapTimeout,
         Rule::WaitingTimeout,
         Rule::PeerLossFails,
+        Rule::ExitOfThisLife,
         Rule::ResolvedGeneration,
     ];
 

@@ -1,6 +1,7 @@
 //! Ranks in one process, over real sockets and real memory.
 
 mod busy;
+mod generations;
 mod limits;
 mod malformed;
 mod panics;

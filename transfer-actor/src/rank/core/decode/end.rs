@@ -101,8 +101,11 @@ impl DecodeCore {
     }
 
     /// What is known of this prefill may be old: it is asked for again by the next room.
-    fn forget_prefill(&mut self, rank: &Endpoint) {
+    pub(super) fn forget_prefill(&mut self, rank: &Endpoint) {
         self.registered.remove(rank);
+        if let Some(met) = self.met.get_mut(rank) {
+            met.is_current = false;
+        }
         self.prefills
             .retain(|_, prefill| !prefill.has_rank_at(rank));
     }
@@ -176,6 +179,7 @@ impl DecodeCore {
             state.is_published = false;
             state.unreached.clear();
             state.untold.clear();
+            state.told.clear();
             let (bootstrap, dp_rank_opt) = state.asked.clone();
             effects.push(Effect::Resolve {
                 room,

@@ -27,6 +27,7 @@ impl DecodeCore {
             ControlMessage::Status(status) => self.status(status, generation_opt, now),
             ControlMessage::AbortAck(ack) => self.abort_ack(&ack),
             ControlMessage::AuxData(aux) => self.aux_data(aux),
+            ControlMessage::Hello(hello) => self.hello(*hello),
             // A prefill's messages come to decode ranks only; the others are nobody's.
             other => vec![late(other.kind())],
         }
@@ -80,6 +81,8 @@ impl DecodeCore {
                     "prefill rank {} reports a success of this or of an older use of the room's number, which cannot be told apart",
                     status.prefill_rank
                 );
+                // Perhaps another program has taken the place of a Ferry rank.
+                self.forget_prefill(&endpoint);
                 self.fail(room, &reason, now, &mut effects);
             }
             KvPoll::Success => {

@@ -1,6 +1,7 @@
 //! The rules of a decode rank.
 
 mod end;
+mod lives;
 mod message;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -63,6 +64,10 @@ struct DecodeRoom {
     failures: BTreeSet<i64>,
     /// Ranks that have proved that they write no more.
     acknowledged: BTreeSet<i64>,
+    /// The processes behind its ranks, as far as they are known.
+    told: BTreeMap<Endpoint, lives::Told>,
+    /// Ranks whose process has exited.
+    exited: BTreeSet<i64>,
     is_abort_sent: bool,
     /// Whether messages about an older use of the number may still come.
     is_ambiguous: bool,
@@ -77,6 +82,12 @@ pub struct DecodeCore {
     rooms: BTreeMap<Room, DecodeRoom>,
     prefills: HashMap<(String, u32), Arc<ResolvedPrefill>>,
     registered: HashSet<Endpoint>,
+    /// The number of the last REGISTER to each.
+    registers: HashMap<Endpoint, u64>,
+    last_register: u64,
+    /// Ferry ranks among them.
+    met: HashMap<Endpoint, lives::Met>,
+    last_life: u64,
     tombstones: Tombstones,
     last_generation: u64,
 }
@@ -90,6 +101,10 @@ impl DecodeCore {
             rooms: BTreeMap::new(),
             prefills: HashMap::new(),
             registered: HashSet::new(),
+            registers: HashMap::new(),
+            last_register: identity.first_generation,
+            met: HashMap::new(),
+            last_life: 0,
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
             last_generation: identity.first_generation,
             identity,
@@ -121,6 +136,11 @@ impl DecodeCore {
             Event::PeerLost { endpoint, reason } => {
                 Reaction::done(self.peer_lost(&endpoint, &reason, now))
             }
+            Event::PeerExited {
+                endpoint,
+                life,
+                reason,
+            } => Reaction::done(self.peer_exited(&endpoint, life, &reason, now)),
             Event::Tick => Reaction::done(self.tick(now)),
             Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
             Event::Chunk { .. } => Reaction::refused(wrong_role("sending a chunk", "prefill")),
@@ -220,6 +240,8 @@ impl DecodeCore {
                 successes: BTreeSet::new(),
                 failures: BTreeSet::new(),
                 acknowledged: BTreeSet::new(),
+                told: BTreeMap::new(),
+                exited: BTreeSet::new(),
                 is_abort_sent: false,
                 is_ambiguous,
             },
@@ -258,7 +280,10 @@ impl DecodeCore {
         now: Instant,
     ) -> Vec<Effect> {
         let mut effects = Vec::new();
-        let prefill = result.map(Arc::new);
+        let prefill = result.map(|mut prefill| {
+            self.mark_known(&mut prefill);
+            Arc::new(prefill)
+        });
         if let Ok(prefill) = &prefill {
             let key = (prefill.bootstrap.clone(), prefill.dp_rank);
             self.prefills.insert(key, Arc::clone(prefill));
@@ -292,19 +317,26 @@ impl DecodeCore {
             );
             return self.fail(room, &reason, now, effects);
         }
-        let Some(state) = self
-            .rooms
-            .get_mut(&room)
-            .filter(|state| !state.poll.is_terminal())
-        else {
+        let is_open = |state: &&DecodeRoom| !state.poll.is_terminal();
+        if self.rooms.get(&room).filter(is_open).is_none() {
+            return;
+        }
+        let targets = prefill.targets.iter();
+        let registers: Vec<_> = targets
+            .map(|target| self.register_at(&target.endpoint))
+            .collect();
+        let told = prefill.targets.iter().filter_map(|target| {
+            let endpoint = &target.endpoint;
+            Some((endpoint.clone(), self.told_at(endpoint)?))
+        });
+        let told = told.collect();
+        let Some(state) = self.rooms.get_mut(&room) else {
             return;
         };
         state.touched = now;
-        for target in &prefill.targets {
-            if self.registered.insert(target.endpoint.clone()) {
-                let register = Box::new(self.identity.register.clone());
-                effects.push(state.send(room, target, ControlMessage::Register(register)));
-            }
+        state.told = told;
+        for (target, register_opt) in prefill.targets.iter().zip(registers) {
+            effects.extend(register_opt.map(|register| state.send(room, target, register)));
         }
         if self.identity.allocation_policy == PREFILL_COMPLETE {
             let bootstrap = Bootstrap {
@@ -459,7 +491,12 @@ impl DecodeRoom {
         };
         let mut writers = prefill.targets.iter().filter(|target| !target.is_dummy);
         writers.all(|target| {
-            let said = [&self.successes, &self.failures, &self.acknowledged];
+            let said = [
+                &self.successes,
+                &self.failures,
+                &self.acknowledged,
+                &self.exited,
+            ];
             said.iter().any(|ranks| ranks.contains(&target.unique_rank))
         })
     }
@@ -478,8 +515,8 @@ impl DecodeRoom {
             KvPoll::Failed => self.prefill_opt.as_ref().is_some_and(|prefill| {
                 let writers = prefill.targets.iter().filter(|target| !target.is_dummy);
                 let mut writers = writers.map(|target: &PrefillTarget| target.unique_rank);
-                let has_stopped =
-                    |rank| self.acknowledged.contains(&rank) || self.successes.contains(&rank);
+                let proofs = [&self.acknowledged, &self.successes, &self.exited];
+                let has_stopped = |rank| proofs.iter().any(|ranks| ranks.contains(&rank));
                 match holds(Rule::EveryWriterStops) {
                     true => writers.all(has_stopped),
                     false => writers.any(has_stopped),

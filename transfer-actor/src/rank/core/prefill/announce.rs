@@ -8,10 +8,10 @@ use common::ids::{Endpoint, Generation, Room};
 use common::plan::PeerPlanner;
 use common::schema::PeerLayout;
 use common::wire::{
-    Bootstrap, ControlMessage, KvPoll, Register, Status, TransferInfo, UnreadableSender,
+    Bootstrap, ControlMessage, Hello, KvPoll, Register, Status, TransferInfo, UnreadableSender,
 };
 
-use crate::rank::core::event::{Effect, PeerLink};
+use crate::rank::core::event::{Effect, Life, PeerLink};
 use crate::rank::core::prefill::{
     Peer, PrefillCore, deferred_status, deferred_status_of, late, orphaned,
 };
@@ -58,15 +58,49 @@ impl PrefillCore {
         };
         let release = register.release.name();
         self.refused.remove(&register.endpoint);
+        let life_opt = self.greet(register, &mut effects);
         self.peers.insert(
             key,
             Peer {
                 endpoint: register.endpoint.clone(),
                 release,
                 link,
+                life_opt,
             },
         );
         effects
+    }
+
+    /// Answers a Ferry decode rank, so that it sends trailers and knows which process writes. How
+    /// its own process is called from now on.
+    fn greet(&mut self, register: &Register, effects: &mut Vec<Effect>) -> Option<Life> {
+        let number = register.engine.rank_tag()?;
+        let endpoint = &register.endpoint;
+        let (own_endpoint, engine) = self.identity.contact.clone();
+        let hello = Hello {
+            endpoint: own_endpoint,
+            engine,
+            register: number,
+        };
+        effects.push(Effect::Send {
+            to: endpoint.clone(),
+            message: ControlMessage::Hello(Box::new(hello)),
+            generation_opt: None,
+            about_opt: None,
+        });
+        let known = self.peers.get(&register.engine.key);
+        let same = known.filter(|peer| peer.endpoint == *endpoint);
+        if let Some(life) = same.and_then(|peer| peer.life_opt) {
+            return Some(life);
+        }
+        self.last_life += 1;
+        let life = Life(self.last_life);
+        effects.push(Effect::Met {
+            endpoint: endpoint.clone(),
+            life,
+            engine: Box::new(register.engine.clone()),
+        });
+        Some(life)
     }
 
     /// A decode rank with another engine at the same address was started anew: what it announced

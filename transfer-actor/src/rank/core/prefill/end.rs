@@ -6,8 +6,8 @@ use common::ids::{Endpoint, Generation, Room};
 use common::wire::{Abort, AbortAck, ControlMessage, KvPoll};
 
 use crate::error::ApiError;
-use crate::rank::core::event::{ComponentOutcome, ComponentReport, Effect};
-use crate::rank::core::prefill::{PrefillCore, deferred_status, late, orphaned};
+use crate::rank::core::event::{ComponentOutcome, ComponentReport, Effect, Life};
+use crate::rank::core::prefill::{Peer, PrefillCore, deferred_status, late, orphaned};
 use crate::rank::core::prefill_room::Age;
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::Epitaph;
@@ -100,6 +100,44 @@ impl PrefillCore {
         effects.push(Effect::Changed { room });
         self.settle(room, now, &mut effects);
         Ok(effects)
+    }
+
+    /// A decode rank is gone: its open rooms end here.
+    pub(super) fn peer_lost(
+        &mut self,
+        endpoint: &Endpoint,
+        reason: &str,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let rooms = self.rooms.values().filter(|state| {
+            let mut targets = state.targets.iter();
+            !state.poll.is_terminal()
+                && targets.any(|target| target.info.endpoint == *endpoint)
+                && holds(Rule::PeerLossFails)
+        });
+        let rooms: Vec<Room> = rooms.map(|state| state.room).collect();
+        let reason = format!("decode rank {endpoint} is gone: {reason}");
+        let mut effects = Vec::new();
+        for room in rooms {
+            self.fail(room, &reason, Some(endpoint), now, &mut effects);
+            self.settle(room, now, &mut effects);
+        }
+        effects
+    }
+
+    /// The process of a decode rank has exited.
+    pub(super) fn peer_exited(
+        &mut self,
+        endpoint: &Endpoint,
+        life: Life,
+        reason: &str,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let is_current = |peer: &Peer| peer.endpoint == *endpoint && peer.life_opt == Some(life);
+        if !self.peers.values().any(is_current) {
+            return Vec::new();
+        }
+        self.peer_lost(endpoint, reason, now)
     }
 
     pub(super) fn report(&mut self, report: ComponentReport, now: Instant) -> Vec<Effect> {

@@ -4,7 +4,7 @@ mod announce;
 mod early;
 mod end;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -13,12 +13,12 @@ use common::plan::PlannerOptions;
 use common::room::DeferredNotice;
 use common::schema::RankLayout;
 use common::topology::ParallelConfig;
-use common::wire::{ControlMessage, KvPoll, Status};
+use common::wire::{ControlMessage, EngineDesc, KvPoll, Status};
 use serde::Serialize;
 
 use crate::api::{RoomView, TransferView};
 use crate::error::ApiError;
-use crate::rank::core::event::{ChunkCommand, Counted, Effect, Event, OpenCommand, PeerLink};
+use crate::rank::core::event::{ChunkCommand, Counted, Effect, Event, Life, OpenCommand, PeerLink};
 use crate::rank::core::prefill::early::EarlyRooms;
 use crate::rank::core::prefill_room::PrefillRoom;
 use crate::rank::core::rules::{Rule, holds};
@@ -41,6 +41,8 @@ pub struct PrefillIdentity {
     pub unique_rank: i64,
     /// Whether Success is said only after the engine has cleared the room.
     pub is_deferred: bool,
+    /// Its control socket and engine, for Ferry decode ranks.
+    pub contact: (Endpoint, EngineDesc),
 }
 
 /// A registered decode rank.
@@ -50,6 +52,8 @@ struct Peer {
     release: &'static str,
     /// Why no room of this peer can work, else whom to write to.
     link: Result<Arc<PeerLink>, String>,
+    /// Its process, if it is a Ferry rank.
+    life_opt: Option<Life>,
 }
 
 /// A registered decode rank, for people.
@@ -81,6 +85,7 @@ pub struct PrefillCore {
     /// What is announced of it comes too late.
     over: Tombstones<(Room, Endpoint), u64>,
     last_generation: u64,
+    last_life: u64,
 }
 
 impl PrefillCore {
@@ -97,6 +102,7 @@ impl PrefillCore {
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
             over: Tombstones::new(limits.tombstones, timeouts.tombstone),
             last_generation: 0,
+            last_life: 0,
         }
     }
 
@@ -114,7 +120,15 @@ impl PrefillCore {
             Event::Abort { room, reason } => Reaction::of(self.abort(room, &reason, now)),
             Event::Clear { room } => Reaction::of(self.clear(room, now)),
             Event::Component(report) => Reaction::done(self.report(report, now)),
-            Event::SendFailed { .. } | Event::PeerLost { .. } => Reaction::default(),
+            Event::PeerLost { endpoint, reason } => {
+                Reaction::done(self.peer_lost(&endpoint, &reason, now))
+            }
+            Event::PeerExited {
+                endpoint,
+                life,
+                reason,
+            } => Reaction::done(self.peer_exited(&endpoint, life, &reason, now)),
+            Event::SendFailed { .. } => Reaction::default(),
             Event::Tick => Reaction::done(self.tick(now)),
             Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
             Event::Announce { .. } => Reaction::refused(wrong_role("announce", "decode")),
@@ -167,6 +181,16 @@ impl PrefillCore {
             census.by_status[room.poll as usize] += 1;
         }
         census
+    }
+
+    /// The decode ranks that open rooms feed.
+    pub(super) fn watched(&self) -> HashSet<Endpoint> {
+        let open = self
+            .rooms
+            .values()
+            .filter(|state| !state.poll.is_terminal());
+        let targets = open.flat_map(|state| &state.targets);
+        targets.map(|target| target.info.endpoint.clone()).collect()
     }
 
     pub(super) fn pending_work(&self) -> usize {

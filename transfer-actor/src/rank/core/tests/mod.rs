@@ -2,6 +2,7 @@
 
 mod decode;
 mod decode_end;
+mod lives;
 mod network;
 mod network_rules;
 mod prefill;
@@ -19,8 +20,8 @@ use common::topology::{
     DecodeSide, ParallelConfig, PrefillTopology, RankMapping, resolve_rank_mapping,
 };
 use common::wire::{
-    Abort, AbortAck, Bootstrap, ControlMessage, EngineDesc, KvPoll, MemoryDesc, Register, Release,
-    Status, TransferInfo, UnreadableSender,
+    Abort, AbortAck, Bootstrap, ControlMessage, EngineDesc, Hello, KvPoll, MemoryDesc, Register,
+    Release, Status, TransferInfo, UnreadableSender,
 };
 
 use rank::{Done, Rank, components};
@@ -28,8 +29,8 @@ use rank::{Done, Rank, components};
 use crate::api::{RoomStatus, RoomView};
 use crate::rank::core::{
     Announcement, ChunkCommand, ComponentKey, ComponentOutcome, ComponentReport, Counted,
-    DecodeCore, DecodeIdentity, Effect, Event, Limits, OpenCommand, PrefillCore, PrefillIdentity,
-    PrefillTarget, RankCore, ResolvedPrefill, Timeouts,
+    DecodeCore, DecodeIdentity, Effect, Event, Life, Limits, OpenCommand, PrefillCore,
+    PrefillIdentity, PrefillTarget, RankCore, ResolvedPrefill, Timeouts,
 };
 
 const KV_PAGES: u64 = 16;
@@ -153,6 +154,7 @@ impl Engines {
             planner: PlannerOptions::default(),
             unique_rank: i64::from(rank),
             is_deferred: self.policy == "prefill_complete",
+            contact: (prefill_endpoint(rank), EngineDesc::default()),
         };
         let core = PrefillCore::new(identity, TIMEOUTS, self.limits);
         Rank::new(RankCore::Prefill(Box::new(core)))

@@ -343,6 +343,11 @@ impl Network {
 
     fn perform(&mut self, number: Number, effect: Effect) {
         match effect {
+            // These ranks speak as stock ones do: without trailers, and without what announces them.
+            Effect::Send {
+                message: ControlMessage::Hello(_),
+                ..
+            } => {}
             Effect::Send { to, message, .. } => {
                 let receiver = (0..self.ranks.len()).find(|other| self.endpoint(*other) == to);
                 let receiver = receiver.expect("a rank of the network");

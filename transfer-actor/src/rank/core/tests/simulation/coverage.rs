@@ -29,7 +29,7 @@ pub const DECODE_STATES: [&str; 9] = [
     "success",
     "failed",
 ];
-pub const KINDS: [&str; 29] = [
+pub const KINDS: [&str; 31] = [
     "register",
     "transfer_info",
     "abort",
@@ -57,6 +57,8 @@ pub const KINDS: [&str; 29] = [
     "unresolved",
     "send_failed",
     "peer_lost",
+    "peer_exited",
+    "hello",
     "tick",
     "shutdown",
 ];
@@ -98,6 +100,7 @@ pub fn kind_of(event: &Event) -> &'static str {
         Event::Resolved { .. } => "unresolved",
         Event::SendFailed { .. } => "send_failed",
         Event::PeerLost { .. } => "peer_lost",
+        Event::PeerExited { .. } => "peer_exited",
         Event::Tick => "tick",
         Event::Shutdown { .. } => "shutdown",
     }
@@ -117,7 +120,10 @@ pub fn is_about(event: &Event, room: Room) -> bool {
         | Event::Resolved { room, .. } => Some(*room),
         Event::Component(report) => Some(report.key.room),
         Event::SendFailed { about_opt, .. } => about_opt.map(|(room, _)| room),
-        Event::PeerLost { .. } | Event::Tick | Event::Shutdown { .. } => None,
+        Event::PeerLost { .. }
+        | Event::PeerExited { .. }
+        | Event::Tick
+        | Event::Shutdown { .. } => None,
     };
     about_opt.is_none_or(|about| about == room)
 }

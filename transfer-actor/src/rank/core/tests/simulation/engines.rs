@@ -370,6 +370,11 @@ impl World {
                 kind: "status",
                 reason: "no route".to_owned(),
             },
+            14 if is_prefill => message(ControlMessage::Hello(Box::new(Hello {
+                endpoint: stranger,
+                engine: EngineDesc::default(),
+                register: 1,
+            }))),
             14 => Event::PeerLost {
                 endpoint: stranger,
                 reason: "no route".to_owned(),

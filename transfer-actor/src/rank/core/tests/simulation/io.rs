@@ -110,6 +110,16 @@ impl World {
         self.bound.get(&binding).copied()
     }
 
+    /// What an engine has sent to a rank and has not landed never will.
+    pub fn throw_away(&mut self, key: &str, to: Site) {
+        let target = engine_key(to, self.places[to].life);
+        for work in self.works.values_mut() {
+            if work.target == target && engine_key(work.site, work.life) == key {
+                work.ranges.clear();
+            }
+        }
+    }
+
     pub fn cancel(&mut self, site: Site, key: &ComponentKey) {
         let life = self.places[site].life;
         let running = self.works.iter().filter(|(_, work)| {

@@ -102,4 +102,51 @@ impl World {
         }
         Ok(())
     }
+
+    /// A rank has met another's process; whether it can watch it is chance.
+    pub fn met(&mut self, site: Site, endpoint: Endpoint, life: Life, key: &str) {
+        let mut places = self.places.iter().enumerate();
+        let lives = places.any(|(other, place)| {
+            place.is_alive && super::world::engine_key(other, place.life) == key
+        });
+        if lives && self.random.percent(70) {
+            let met = (key.to_owned(), endpoint, life);
+            self.places[site].met.push(met);
+        }
+    }
+
+    /// Whoever watches a process that has ended learns of it, most of them at once.
+    pub fn spread_exit(&mut self, site: Site) {
+        let key = super::world::engine_key(site, self.places[site].life);
+        for other in 0..self.places.len() {
+            let life = self.places[other].life;
+            let met = self.places[other].met.iter();
+            let met = met.filter(|(known, ..)| *known == key).cloned();
+            for met in met.collect::<Vec<_>>() {
+                let most = self.random.pick(&[20, 50, 5000]);
+                let when = self.now + self.random.between(1, most);
+                self.at(when, Happening::Exit(other, life, met));
+            }
+        }
+    }
+
+    /// The kernel says that a process has exited, and what it had sent has been thrown away.
+    pub fn exited(
+        &mut self,
+        site: Site,
+        key: &str,
+        endpoint: Endpoint,
+        life: Life,
+    ) -> Result<(), String> {
+        self.throw_away(key, site);
+        let reason = "its process has exited".to_owned();
+        self.event(
+            site,
+            Event::PeerExited {
+                endpoint,
+                life,
+                reason,
+            },
+        )
+    }
 }

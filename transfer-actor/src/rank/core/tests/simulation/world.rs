@@ -57,6 +57,8 @@ pub enum Happening {
     Tick(Site, u32),
     Deliver(Site, u32, ControlMessage, Option<Generation>),
     Event(Site, u32, Event),
+    /// A rank of this life learns that the process with this engine has exited.
+    Exit(Site, u32, (String, Endpoint, Life)),
     Land(u64),
     Report(u64, ComponentOutcome),
     Answer(Site, u32, Room, Generation, usize),
@@ -101,6 +103,8 @@ pub struct Place {
     pub scripts: BTreeMap<u64, Script>,
     pub links: HashMap<ComponentKey, std::sync::Arc<crate::rank::core::PeerLink>>,
     pub misses: HashMap<Endpoint, u32>,
+    /// Processes that it watches, by the keys of their engines.
+    pub met: Vec<(String, Endpoint, Life)>,
     /// When a room last got on: with a chunk, or with a report of one.
     pub progress: HashMap<Room, Duration>,
     is_woken: bool,
@@ -219,6 +223,7 @@ impl World {
                 planner: PlannerOptions::default(),
                 unique_rank: i64::from(rank),
                 is_deferred: self.engines.policy == "prefill_complete",
+                contact: (endpoint.clone(), engine_desc(site, life)),
             };
             let core = PrefillCore::new(identity, self.times, self.engines.limits);
             RankCore::Prefill(Box::new(core))
@@ -249,6 +254,7 @@ impl World {
             scripts: BTreeMap::new(),
             links: HashMap::new(),
             misses: HashMap::new(),
+            met: Vec::new(),
             progress: HashMap::new(),
             is_woken: false,
         }
@@ -335,6 +341,7 @@ impl World {
             | Happening::Tick(site, life)
             | Happening::Deliver(site, life, ..)
             | Happening::Event(site, life, _)
+            | Happening::Exit(site, life, _)
             | Happening::Answer(site, life, ..) => (*site, *life),
             Happening::Land(number) | Happening::Report(number, _) => {
                 let Some(work) = self.works.get(number) else {
@@ -381,6 +388,7 @@ impl World {
                 self.answer(site, room, generation, engine)
             }
             Happening::Report(number, outcome) => self.report(number, outcome),
+            Happening::Exit(_, _, (key, endpoint, life)) => self.exited(site, &key, endpoint, life),
             _ => Ok(()),
         }
     }
@@ -460,6 +468,11 @@ impl World {
                     Happening::Answer(site, life, room, generation, engine),
                 );
             }
+            Effect::Met {
+                endpoint,
+                life,
+                engine,
+            } => self.met(site, endpoint, life, &engine.key),
             Effect::Changed { .. } => self.wake(site),
             Effect::WriteAux { .. } | Effect::Count(_) => {}
         }
@@ -573,6 +586,7 @@ impl World {
         }
         self.log(|| format!("engine {engine}, prefill {is_prefill}, has lost a rank"));
         self.let_go_of_works(site);
+        self.spread_exit(site);
         let when = self.now + self.random.between(200, 3000);
         self.at(when, Happening::Restart(site));
         Ok(())
@@ -594,6 +608,13 @@ impl World {
         self.log(|| format!("site {site} lives again, life {life}, port {}", port + 1));
         self.at(self.now + TICK, Happening::Tick(site, life));
         Ok(())
+    }
+}
+
+fn engine_desc(site: Site, life: u32) -> EngineDesc {
+    EngineDesc {
+        key: engine_key(site, life),
+        ..EngineDesc::default()
     }
 }
 
