@@ -229,7 +229,7 @@ impl RankActor {
         let kind = message.kind();
         let is_said_once = matches!(
             message,
-            ControlMessage::Status(_) | ControlMessage::AbortAck(_)
+            ControlMessage::Status(_) | ControlMessage::AbortAck(_) | ControlMessage::Hello(_)
         );
         let encoded = match generation_opt {
             Some(generation) => {
@@ -283,13 +283,12 @@ impl RankActor {
         error: &zmtp::SendError,
         context: &mut Context<Self>,
     ) {
-        let (to, kind) = (&outgoing.to, outgoing.kind);
+        let (to, kind) = (outgoing.to.clone(), outgoing.kind);
         self.metrics
             .send_failures
             .with_label_values(&[self.role(), error.kind()])
             .inc();
-        self.outboxes.close(to);
-        let to = outgoing.to.clone();
+        self.outboxes.close(&to);
         self.look_for(to.clone(), context);
         let is_sent_again = outgoing
             .resent_until_opt
