@@ -1,5 +1,6 @@
 //! An engine: its registered regions, its listeners, its copying workers.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 #[cfg(feature = "rdma")]
 use std::collections::VecDeque;
@@ -20,6 +21,7 @@ use crate::foreign::AnyMemory;
 use crate::offer::Offer;
 use crate::process::EngineProcess;
 use crate::rdma_options::RdmaOptions;
+use crate::reach::Reach;
 use crate::region::{Region, RegionKey};
 use crate::session::Session;
 use crate::status::deadline_after;
@@ -366,9 +368,39 @@ impl Engine {
     /// [`TransportErrorKind::NoCommonTransport`] when none does, with why for each.
     pub fn connect(&self, remote: &EngineDesc) -> Result<Session, TransportError> {
         let offer = Offer::of(remote)?;
+        let device_opt = offer.and_then(|offer| offer.device_opt);
+        let reach = Reach {
+            is_local_on_device: self.inner().device_offer().is_some(),
+            is_remote_on_device: device_opt.is_some(),
+            unshared_opt: device_opt.filter(|why| !why.is_empty()).map(Cow::Owned),
+        };
+        self.connect_for(remote, &reach, &[])
+    }
+
+    /// As [`Engine::connect`], for a session that is to reach certain memory, whatever else there
+    /// is on both sides. One of the `open` ones is taken where it is over the transport that would
+    /// be chosen.
+    ///
+    /// # Errors
+    /// As [`Engine::connect`].
+    pub fn connect_for(
+        &self,
+        remote: &EngineDesc,
+        reach: &Reach,
+        open: &[Session],
+    ) -> Result<Session, TransportError> {
+        let offer = Offer::of(remote)?;
         let mut passed_over: Vec<(TransportKind, String)> = Vec::new();
         let inner = self.inner();
         for kind in &inner.config.transports {
+            if let Err(error) = reach.check(*kind) {
+                passed_over.push((*kind, error.to_string()));
+                continue;
+            }
+            let is_open = |session: &&Session| session.transport() == *kind && session.is_alive();
+            if let Some(session) = open.iter().find(is_open) {
+                return Ok(session.clone());
+            }
             match inner.open(*kind, remote, offer.as_ref()) {
                 Ok(transport) => {
                     inner.adopt_session(&transport)?;
@@ -469,34 +501,6 @@ impl EngineInner {
         let refusals = memories.filter_map(|memory| memory.check_exportable().err());
         let mut reasons = refusals.map(|error| error.to_string());
         Some(reasons.next().unwrap_or_default())
-    }
-
-    /// Why a transport cannot serve regions in device memory, here or there. Chosen over here, so
-    /// that a session is not opened that would fail its batches.
-    fn check_device_memory(
-        &self,
-        kind: TransportKind,
-        offer_opt: Option<&Offer>,
-    ) -> Result<(), TransportError> {
-        let none = |why: String| {
-            Err(TransportError::quiesced(
-                TransportErrorKind::NoCommonTransport,
-                why,
-            ))
-        };
-        let theirs_opt = offer_opt.and_then(|offer| offer.device_opt.as_deref());
-        match kind {
-            TransportKind::Local | TransportKind::Tcp => Ok(()),
-            TransportKind::Shm => match theirs_opt {
-                None | Some("") => Ok(()),
-                Some(why) => none(format!("the peer's device memory is not shared: {why}")),
-            },
-            TransportKind::Cma | TransportKind::Rdma => match (self.device_offer(), theirs_opt) {
-                (None, None) => Ok(()),
-                (Some(_), _) => none("it does not reach this engine's device memory".to_owned()),
-                (None, Some(_)) => none("it does not reach the peer's device memory".to_owned()),
-            },
-        }
     }
 
     pub(crate) fn is_shut_down(&self) -> bool {
@@ -636,7 +640,6 @@ impl EngineInner {
         offer: Option<&Offer>,
     ) -> Result<Arc<dyn Transport>, TransportError> {
         let none = |why: &str| TransportError::quiesced(TransportErrorKind::NoCommonTransport, why);
-        self.check_device_memory(kind, offer)?;
         let Some(offer) = offer else {
             return match kind {
                 TransportKind::Cma if self.config.cma_trust_descriptors => {

@@ -12,6 +12,9 @@ use crate::memory::Memory;
 use crate::region::Location;
 use crate::sys::{self, ForeignRange};
 
+/// Why no other process can map a [`ForeignMemory`].
+pub(crate) const CALLERS_OWN: &str = "it has no descriptor";
+
 /// Bytes of this process without a descriptor to hand over: an array of a scripting language, a
 /// pool of another library, private memory. Peers reach them by `local`, `cma` and `tcp`, but not
 /// by `shm`. Clones share it.
@@ -176,6 +179,18 @@ impl AnyMemory {
         match self {
             Self::Device(memory) => Some(memory),
             Self::Pool(_) | Self::Foreign(_) => None,
+        }
+    }
+
+    /// Why no other process can map it; `None` when it can.
+    pub(crate) fn unshared(&self) -> Option<String> {
+        match self {
+            Self::Pool(_) => None,
+            Self::Foreign(_) => Some(CALLERS_OWN.to_owned()),
+            Self::Device(memory) => memory
+                .check_exportable()
+                .err()
+                .map(|error| error.to_string()),
         }
     }
 

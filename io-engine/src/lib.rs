@@ -35,6 +35,7 @@ mod memory;
 mod offer;
 mod process;
 mod rdma_options;
+mod reach;
 mod region;
 mod session;
 mod status;
@@ -46,8 +47,8 @@ mod transport;
 // In the signatures below, so that a caller needs no other crate for them.
 pub use common::ids::{ByteLen, ByteOffset};
 pub use device::{
-    DeviceHandles, DeviceMemory, DeviceReport, device_count, device_drivers, device_report,
-    set_device_library,
+    DeviceHandles, DeviceMemory, DeviceReport, NicPath, device_count, device_drivers,
+    device_report, set_device_library,
 };
 pub use engine::{Engine, EngineConfig};
 pub use error::{TransportError, TransportErrorKind};
@@ -56,6 +57,7 @@ pub use foreign::{AnyMemory, ForeignMemory};
 pub use memory::Memory;
 pub use process::EngineProcess;
 pub use rdma_options::{DeviceChoice, RdmaOptions, rdma_devices};
+pub use reach::{PeerSessions, Reach};
 pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
 pub use session::{Direction, Session, WriteBatch, WritePair};
 pub use status::{TransferHandle, TransferResult, Transferred};

@@ -1,5 +1,6 @@
 //! Registered memory, here and at the peer.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -9,7 +10,7 @@ use common::wire::{MemoryDesc, MemoryLocation};
 use subtle::ConstantTimeEq;
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::foreign::{AnyMemory, Place};
+use crate::foreign::{AnyMemory, CALLERS_OWN, Place};
 
 /// First element of the tags that a Ferry engine appends to descriptors.
 pub(crate) const TAG_MAGIC: &str = "FRY1";
@@ -173,17 +174,12 @@ impl Region {
 
     /// What peers are told: MoRI's elements, and a tag with the region's key behind them.
     pub fn desc(&self) -> MemoryDesc {
-        let key = rmpv::Value::Binary(self.0.key.0.to_vec());
-        let mut tag = vec![TAG_MAGIC.into(), key];
         let (location, device_id) = match self.location() {
             Location::Host => (MemoryLocation::Host, MemoryDesc::default().device_id),
-            Location::Device { runtime, number } => {
-                tag.push(runtime.name().into());
-                (
-                    MemoryLocation::Device,
-                    i32::try_from(number).unwrap_or(i32::MAX),
-                )
-            }
+            Location::Device { number, .. } => (
+                MemoryLocation::Device,
+                i32::try_from(number).unwrap_or(i32::MAX),
+            ),
         };
         MemoryDesc {
             engine_key: self.0.engine_key.to_string(),
@@ -193,9 +189,23 @@ impl Region {
             location,
             device_id,
             numa_node: 0,
-            extra: vec![rmpv::Value::Array(tag)],
+            extra: vec![self.tag(false)],
             ..MemoryDesc::default()
         }
+    }
+
+    /// `["FRY1", key, place, why no other process can map it]`, without what goes without saying.
+    fn tag(&self, names_host: bool) -> rmpv::Value {
+        let key = rmpv::Value::Binary(self.0.key.0.to_vec());
+        let mut tag = vec![TAG_MAGIC.into(), key];
+        let unshared_opt = self.0.memory.unshared();
+        match self.location() {
+            Location::Host if !names_host && unshared_opt.is_none() => {}
+            Location::Host => tag.push(HOST_TAG.into()),
+            Location::Device { runtime, .. } => tag.push(runtime.name().into()),
+        }
+        tag.extend(unshared_opt.map(rmpv::Value::from));
+        rmpv::Value::Array(tag)
     }
 
     /// As [`Region::desc`], with the place that the owner says it is in. Engines of other makes
@@ -204,11 +214,7 @@ impl Region {
     pub fn desc_as(&self, location: MemoryLocation, device_id: i32) -> MemoryDesc {
         let mut desc = self.desc();
         if self.location() == Location::Host && location != MemoryLocation::Host {
-            for element in &mut desc.extra {
-                if let rmpv::Value::Array(tag) = element {
-                    tag.push(HOST_TAG.into());
-                }
-            }
+            desc.extra = vec![self.tag(true)];
             // MoRI knows it for host memory only.
             desc.numa_node = MemoryDesc::default().numa_node;
         }
@@ -340,6 +346,46 @@ pub struct RemoteRegion {
     /// `None` when the peer is no Ferry engine.
     pub(crate) key_opt: Option<RegionKey>,
     pub(crate) location: Location,
+    /// Why it cannot be mapped here, as its owner says.
+    pub(crate) unshared_opt: Option<Cow<'static, str>>,
+}
+
+/// What a descriptor's tag says of where memory is.
+pub(crate) struct ToldPlace<'a> {
+    tag_opt: Option<&'a [rmpv::Value]>,
+    name_opt: Option<&'a str>,
+    /// A device's memory of an engine of ours. What engines of other makes call that may be
+    /// anything.
+    pub(crate) is_on_device: bool,
+    unshared_opt: Option<&'a str>,
+}
+
+impl ToldPlace<'_> {
+    /// Why it cannot be mapped by another process.
+    pub(crate) fn unshared(&self) -> Option<Cow<'static, str>> {
+        let why = self.unshared_opt?;
+        // Of the usual reason no copy is made for every region of every batch.
+        Some(match why == CALLERS_OWN {
+            true => Cow::Borrowed(CALLERS_OWN),
+            false => Cow::Owned(why.to_owned()),
+        })
+    }
+}
+
+/// Reads it; cheap.
+pub(crate) fn told_place(desc: &MemoryDesc) -> ToldPlace<'_> {
+    let mut arrays = desc.extra.iter().filter_map(rmpv::Value::as_array);
+    let tag_opt =
+        arrays.find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
+    let text = |place: usize| tag_opt.and_then(|elements| elements.get(place)?.as_str());
+    let name_opt = text(2);
+    let is_called_a_devices = desc.location == MemoryLocation::Device;
+    ToldPlace {
+        tag_opt: tag_opt.map(Vec::as_slice),
+        name_opt,
+        is_on_device: tag_opt.is_some() && is_called_a_devices && name_opt != Some(HOST_TAG),
+        unshared_opt: text(3).filter(|why| !why.is_empty()),
+    }
 }
 
 impl RemoteRegion {
@@ -350,17 +396,12 @@ impl RemoteRegion {
     pub fn from_desc(desc: &MemoryDesc) -> Result<Self, TransportError> {
         let refused =
             |message: String| TransportError::quiesced(TransportErrorKind::Protocol, message);
-        let tag = desc
-            .extra
-            .iter()
-            .filter_map(rmpv::Value::as_array)
-            .find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
-        let place = tag.and_then(|elements| elements.get(2)?.as_str());
+        let place = told_place(desc);
         let location = match desc.location {
-            _ if place == Some(HOST_TAG) => Location::Host,
+            _ if place.name_opt == Some(HOST_TAG) => Location::Host,
             MemoryLocation::Host => Location::Host,
             MemoryLocation::Device => Location::Device {
-                runtime: DeviceRuntime::from_name(place),
+                runtime: DeviceRuntime::from_name(place.name_opt),
                 number: u32::try_from(desc.device_id)
                     .map_err(|_| refused(format!("device number {}", desc.device_id)))?,
             },
@@ -368,7 +409,7 @@ impl RemoteRegion {
                 return Err(refused(format!("memory location {number} is unknown")));
             }
         };
-        let key_opt = match tag {
+        let key_opt = match place.tag_opt {
             None => None,
             Some(elements) => {
                 let key = elements.get(1).and_then(rmpv::Value::as_slice);
@@ -387,7 +428,13 @@ impl RemoteRegion {
             claimed_address: desc.data,
             key_opt,
             location,
+            unshared_opt: place.unshared(),
         })
+    }
+
+    /// Whether it is a device's memory; what engines of other makes call that may be anything.
+    pub(crate) fn is_known_on_device(&self) -> bool {
+        self.key_opt.is_some() && self.location != Location::Host
     }
 
     /// Bytes of the region, as its owner claims.

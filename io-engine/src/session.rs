@@ -175,6 +175,11 @@ impl Session {
         &self.peer_key
     }
 
+    /// Tells its connection from that of every other session that lives.
+    pub fn connection(&self) -> usize {
+        Arc::as_ptr(&self.transport).addr()
+    }
+
     /// Whether the peer is still there, as far as can be told without sending.
     pub fn is_alive(&self) -> bool {
         self.transport.is_alive()

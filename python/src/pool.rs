@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 use io_engine::{
-    ByteLen, ByteOffset, DeviceMemory, DeviceRuntime, ForeignMemory, Location, Memory,
+    AnyMemory, ByteLen, ByteOffset, DeviceMemory, DeviceRuntime, ForeignMemory, Location, Memory,
     TransportError,
 };
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyValueError};
@@ -163,10 +163,10 @@ impl DevicePool {
     }
 }
 
-/// Bytes of this process that somebody else manages, for a rank to use in a pool's place. Peers
-/// cannot map them: they reach them by `cma` or `tcp`.
+/// Bytes that somebody else manages, for a rank to use in a pool's place: of this process, which
+/// peers reach by `cma` or `tcp`, or a device's, which they can map where its driver exports them.
 #[pyclass(module = "ferry", frozen)]
-pub(crate) struct Borrowed(pub(crate) ForeignMemory);
+pub(crate) struct Borrowed(pub(crate) AnyMemory, u64);
 
 #[pymethods]
 impl Borrowed {
@@ -175,20 +175,35 @@ impl Borrowed {
     #[new]
     #[pyo3(signature = (address, nbytes, keeper = None))]
     fn new(address: u64, nbytes: u64, keeper: Option<Py<PyAny>>) -> PyResult<Self> {
-        foreign(address, ByteLen(nbytes), keeper)
-            .map(Self)
+        borrowed(address, ByteLen(nbytes), keeper)
+            .map(|memory| Self(memory, nbytes))
             .map_err(|error| PyMemoryError::new_err(error.to_string()))
     }
 
     /// Bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
-        self.0.len().get()
+        self.1
+    }
+}
+
+/// Memory by its address: of this process where it is mapped, of a device otherwise.
+pub(crate) fn borrowed(
+    address: u64,
+    len: ByteLen,
+    keeper: Option<Py<PyAny>>,
+) -> Result<AnyMemory, TransportError> {
+    let kept = Python::attach(|py| keeper.as_ref().map(|keeper| keeper.clone_ref(py)));
+    match foreign(address, len, keeper) {
+        Ok(memory) => Ok(AnyMemory::from(&memory)),
+        Err(host) => foreign_device(address, len, kept)
+            .map(|memory| AnyMemory::from(&memory))
+            .map_err(|device| TransportError::quiesced(host.kind(), format!("{host}; {device}"))),
     }
 }
 
 /// A device's memory by its address, whichever driver here knows it.
-pub(crate) fn foreign_device(
+fn foreign_device(
     address: u64,
     len: ByteLen,
     keeper: Option<Py<PyAny>>,

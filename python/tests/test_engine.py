@@ -379,7 +379,10 @@ def test_deregistered_memory_is_neither_read_nor_written(pair):
 def test_forged_descriptors_move_nothing(pair):
     memories = Memories(pair, 64)
     before = memories.remote.copy()
-    forged = MemoryDesc.unpack(memories.remote_desc.pack()[:-1] + b"\0")
+    packed = bytearray(memories.remote_desc.pack())
+    # The first byte of the key: 16 bytes, the last that are no text.
+    packed[packed.rindex(b"\xc4\x10") + 2] ^= 1
+    forged = MemoryDesc.unpack(bytes(packed))
     status = pair[0].write(memories.local_desc, 0, forged, 0, 64, 0)
     status.Wait()
     assert status.Failed()

@@ -51,15 +51,47 @@ if os.environ.get("SGLCONF_PLUGIN"):
 
 from mori import cpp  # noqa: E402, F401
 
+if "SGLCONF_DEVICE" in os.environ:
+    import ferry
+
 POLL_INTERVAL_S = 0.001
 _seeds = itertools.count(1)
 
 
-def make_buffer(size, is_random):
+class DeviceBuffer:
+    """Memory of a device, with as much of an array's interface as is used here."""
+
+    def __init__(self, data):
+        """Take memory of the device that `SGLCONF_DEVICE` names, and fill it."""
+        self._pool = ferry.Pool(data.nbytes, device=os.environ["SGLCONF_DEVICE"])
+        self.nbytes = data.nbytes
+        self.ctypes = sglshim.Fields(data=self._pool.address)
+        self[0 : data.nbytes] = data
+
+    def __getitem__(self, part):
+        """Copy bytes out."""
+        start, stop, _ = part.indices(self.nbytes)
+        return np.frombuffer(self._pool.read(start, stop - start), np.uint8)
+
+    def __setitem__(self, part, data):
+        """Copy bytes in."""
+        start, stop, _ = part.indices(self.nbytes)
+        if stop - start != data.nbytes:
+            raise ValueError(f"{data.nbytes} bytes do not fit {start}..{stop}")
+        self._pool.write(start, data.tobytes())
+
+    def tobytes(self):
+        """Copy all bytes out."""
+        return self._pool.read(0, self.nbytes)
+
+
+def make_buffer(size, is_random, is_host=False):
     """Make memory: a pattern that no other buffer has, or zeros."""
     if is_random:
-        return np.random.default_rng(next(_seeds)).integers(0, 256, size, dtype=np.uint8)
-    return np.zeros(size, dtype=np.uint8)
+        data = np.random.default_rng(next(_seeds)).integers(0, 256, size, dtype=np.uint8)
+    else:
+        data = np.zeros(size, dtype=np.uint8)
+    return data if is_host or "SGLCONF_DEVICE" not in os.environ else DeviceBuffer(data)
 
 
 def _describe(args, name, buffers, item_lens):
@@ -126,7 +158,8 @@ def make_args(
     args = KVArgs()
     args.buffers = {
         "kv": [make_buffer(pages * item_len, is_random) for _ in range(tensors)],
-        "aux": [make_buffer(row_len * rows, is_random) for row_len, rows in aux],
+        # SGLang's aux rows are in host memory.
+        "aux": [make_buffer(row_len * rows, is_random, is_host=True) for row_len, rows in aux],
         "state": [
             [make_buffer(items * state_len, is_random) for items, state_len in state["items"]]
             for state in states

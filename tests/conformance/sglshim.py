@@ -10,10 +10,10 @@ of `srt/disaggregation` (`base`, `common`, `mori`, `mooncake`, `utils`), and a f
 * the engine's runtime context and process groups: each rank of a test has a context of its own.
 """
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import logging
 import math
 import os
@@ -83,7 +83,10 @@ def _replace_if_missing(name, **keywords):
 
 
 def _lift_functions(path, names):
-    """Take functions out of a file as they are written there, without what it imports."""
+    """Take functions out of a file as they are written there, without what it imports.
+
+    Only their lines are compiled: the file is long, and every rank of every test does this.
+    """
     scope = {
         "threading": threading,
         "socket": socket,
@@ -93,10 +96,12 @@ def _lift_functions(path, names):
         "Any": typing.Any,
         "Optional": typing.Optional,
     }
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name in names:
-            node.decorator_list = []
-            exec(compile(ast.Module(body=[node], type_ignores=[]), path, "exec"), scope)
+    lines = path.read_text().splitlines(keepends=True)
+    # Where something begins that is not inside a function; a signature may end there.
+    starts = [at for at, line in enumerate(lines) if not line[0].isspace() and line[0] != ")"]
+    for at, behind in itertools.pairwise([*starts, len(lines)]):
+        if lines[at].startswith(tuple(f"def {name}(" for name in names)):
+            exec(compile("".join(lines[at:behind]), path, "exec"), scope)
     return {name: scope[name] for name in names if name in scope}
 
 

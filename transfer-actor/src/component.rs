@@ -12,8 +12,8 @@ use common::plan::{ComponentPlan, KvChunk, PlanError};
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use io_engine::{
-    Region, RemoteRegion, Session, TransferHandle, TransportError, TransportErrorKind, WriteBatch,
-    WritePair,
+    Reach, Region, RemoteRegion, Session, TransferHandle, TransportError, TransportErrorKind,
+    WriteBatch, WritePair,
 };
 
 use crate::messages::{CancelWork, DoWork, Report, StopComponent};
@@ -136,6 +136,20 @@ pub(crate) fn plan(
             what: "work",
             detail: format!("it is not for {component:?}"),
         }),
+    }
+}
+
+/// Between which memories a component's bytes move.
+pub(crate) fn reach(buffers: &RankBuffers, link: &PeerLink, component: ComponentId) -> Reach {
+    match component {
+        ComponentId::Kv => Reach::between(buffers.kv.iter().flatten(), &link.kv),
+        ComponentId::Aux => Reach::between(buffers.aux.iter().flatten(), &link.aux),
+        ComponentId::State(index) => {
+            let index = usize::from(index);
+            let own = buffers.states.get(index).into_iter().flatten().flatten();
+            let theirs = link.states.get(index).into_iter().flatten().flatten();
+            Reach::between(own, theirs)
+        }
     }
 }
 

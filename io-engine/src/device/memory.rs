@@ -468,6 +468,22 @@ impl DeviceMemory {
         Ok(found)
     }
 
+    /// The parts of a range that lie in one allocation each, in order.
+    #[cfg(any(feature = "rdma", test))]
+    pub(crate) fn chunks(
+        &self,
+        offset: ByteOffset,
+        len: ByteLen,
+    ) -> Result<Vec<(ByteOffset, ByteLen)>, TransportError> {
+        let start = self.device_address(offset.get(), len.get())?;
+        let end = start + len.get();
+        let parts = self.allocations()?.into_iter().filter_map(|(base, len)| {
+            let (from, to) = (base.max(start), base.saturating_add(len).min(end));
+            (from < to).then(|| (ByteOffset(from - self.0.address), ByteLen(to - from)))
+        });
+        Ok(parts.collect())
+    }
+
     /// The memory for another process.
     ///
     /// # Errors

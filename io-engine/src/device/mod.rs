@@ -12,6 +12,9 @@ mod hip;
 mod library;
 mod memory;
 pub(crate) mod mover;
+#[cfg(any(feature = "rdma", test))]
+pub(crate) mod nic;
+mod nic_path;
 pub(crate) mod packed;
 pub(crate) mod staging;
 
@@ -25,6 +28,7 @@ use library::Calls;
 
 pub(crate) use memory::device_by_uuid;
 pub use memory::{DeviceHandles, DeviceMemory};
+pub use nic_path::NicPath;
 pub use staging::{DeviceReport, device_report};
 
 /// One copy; a driver finds out by itself which side is where.

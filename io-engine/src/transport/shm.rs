@@ -65,8 +65,8 @@ impl Transport for Shm {
         TransportKind::Shm
     }
 
-    fn can_move(&self, _local: Location, _remote: &RemoteRegion) -> bool {
-        true
+    fn can_move(&self, _local: Location, remote: &RemoteRegion) -> bool {
+        remote.unshared_opt.is_none()
     }
 
     fn submit(&self, job: Job, status: Arc<Status>) {

@@ -11,9 +11,10 @@ use std::time::Duration;
 
 use common::plan::{RunList, StridedRun};
 use io_engine::{
-    ByteLen, ByteOffset, DeviceMemory, DeviceRuntime, Direction, Engine, Location, Memory, Region,
-    RemoteRegion, Session, TransferResult, TransportError, TransportErrorKind, TransportKind,
-    WriteBatch, WritePair, device_drivers, device_report, set_device_library,
+    AnyMemory, ByteLen, ByteOffset, DeviceMemory, DeviceRuntime, Direction, Engine, ForeignMemory,
+    Location, Memory, PeerSessions, Reach, Region, RemoteRegion, Session, TransferResult,
+    TransportError, TransportErrorKind, TransportKind, WriteBatch, WritePair, device_drivers,
+    device_report, set_device_library,
 };
 
 use rustix::process::Signal;
@@ -126,13 +127,17 @@ impl Bytes {
         }
     }
 
+    fn memory(&self) -> AnyMemory {
+        match self {
+            Self::Host(memory) => AnyMemory::from(memory),
+            Self::Device(memory) => AnyMemory::from(memory),
+        }
+    }
+
     fn register(&self, engine: &Engine) -> Region {
         let whole = (ByteOffset(0), ByteLen(BYTES));
-        match self {
-            Self::Host(memory) => engine.register(memory, whole.0, whole.1, "kv"),
-            Self::Device(memory) => engine.register(memory, whole.0, whole.1, "kv"),
-        }
-        .unwrap()
+        let registered = engine.register(self.memory(), whole.0, whole.1, "kv");
+        registered.unwrap()
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) {
@@ -836,4 +841,68 @@ fn a_region_in_device_memory_is_free_once_its_writer_is_dead_or_has_let_go() {
         .transfer(Direction::Write, batch, DEADLINE)
         .unwrap_err();
     assert_eq!(error.kind(), TransportErrorKind::NotRegistered, "{error}");
+}
+
+/// What an engine of a scripting language registers: pools in device memory, and rows in host
+/// memory that is its caller's own.
+#[test]
+fn each_kind_of_memory_has_a_session_over_a_transport_that_reaches_it() {
+    let _turn = Turn::take();
+    let engine = |key, kinds: &[TransportKind]| {
+        let mut config = config(key, kinds[0]);
+        config.transports = kinds.to_vec();
+        Engine::start(config).unwrap()
+    };
+    let order = [TransportKind::Shm, TransportKind::Cma, TransportKind::Tcp];
+    for (kinds, wanted) in [
+        (&order[..], [TransportKind::Shm, TransportKind::Cma]),
+        (&order[2..], [TransportKind::Tcp, TransportKind::Tcp]),
+    ] {
+        let (source, target) = (engine("source", kinds), engine("target", kinds));
+        // Peers may be told of an engine before it has registered anything.
+        let desc = through_the_wire(&target.desc());
+        let mut sessions = PeerSessions::default();
+        let mut opened = Vec::new();
+        for is_on_device in [true, false] {
+            let [own, theirs] = [0, 1].map(|number| match is_on_device {
+                true => Bytes::allocate(Some(DeviceRuntime::Cuda), number).memory(),
+                false => AnyMemory::from(&ForeignMemory::allocate(ByteLen(BYTES)).unwrap()),
+            });
+            let whole = (ByteOffset(0), ByteLen(BYTES));
+            let own = source.register(own, whole.0, whole.1, "kv").unwrap();
+            let theirs = target.register(theirs, whole.0, whole.1, "kv").unwrap();
+            own.write(ByteOffset(0), &pattern(8)).unwrap();
+            let remote = RemoteRegion::from_desc(&theirs.desc()).unwrap();
+            let reach = Reach::of(&own, &remote);
+            assert_eq!(reach, Reach::between(Some(&own), Some(&theirs.desc())));
+            let session = sessions.open(&source, &desc, &reach).unwrap();
+            let again = sessions.open(&source, &desc, &reach).unwrap();
+            assert_eq!(session.connection(), again.connection());
+            let pair = WritePair {
+                local: own,
+                remote,
+                runs: one_run(0, 0, BYTES),
+            };
+            let batch = WriteBatch { pairs: vec![pair] };
+            session.transfer(Direction::Write, batch, DEADLINE).unwrap();
+            let mut seen = vec![0; BYTES as usize];
+            theirs.read(ByteOffset(0), &mut seen).unwrap();
+            assert!(seen == pattern(8), "{kinds:?}");
+            opened.push(session);
+        }
+        let transports: Vec<_> = opened.iter().map(Session::transport).collect();
+        assert_eq!(transports, wanted);
+        let is_shared = opened[0].connection() == opened[1].connection();
+        assert_eq!(
+            is_shared,
+            wanted[0] == wanted[1],
+            "one session for each transport"
+        );
+        opened[0].close();
+        assert_eq!(
+            sessions.take_dead().map(|lost| lost.connection()),
+            Some(opened[0].connection())
+        );
+        assert_eq!(sessions.is_empty(), is_shared);
+    }
 }

@@ -27,7 +27,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from ferry import _ferry
 from ferry.layout import Engine, Kv, Layout, Parallel, State, Tensor
-from ferry.rank import DecodeRank, PrefillRank, default_transports
+from ferry.rank import DecodeRank, PrefillRank
 from ferry.sglang_plugin import is_on, metrics
 
 logger = logging.getLogger(__name__)
@@ -158,8 +158,6 @@ class FerryKVManager(CommonKVManager):
             engine=engine,
             host=self.local_ip,
             bootstrap=bootstrap,
-            # Memory that is SGLang's own has no descriptor that a peer could map.
-            transports=[name for name in default_transports() if name != "shm"],
             cma_trust_descriptors=is_on("FERRY_CMA_TRUST_DESCRIPTORS", default=False),
             **timeouts,
         )

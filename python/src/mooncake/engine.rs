@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use common::plan::{RunList, StridedRun};
+use common::wire::EngineDesc;
 use io_engine::{
-    ByteLen, ByteOffset, Direction, Engine, EngineConfig, Region, RemoteRegion, Session,
-    WriteBatch, WritePair,
+    ByteLen, ByteOffset, Direction, Engine, EngineConfig, PeerSessions, Reach, Region,
+    RemoteRegion, WriteBatch, WritePair,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -18,7 +19,7 @@ use transfer_actor::metrics::{TransferLabels, TransferMetrics};
 use crate::mooncake::directory::{self, Directory, Entry};
 use crate::mori::numbers::numbers;
 use crate::mori::{fault, resolved, transports};
-use crate::pool::foreign;
+use crate::pool::borrowed;
 
 /// How long a deregistration waits for peers to let go.
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -33,9 +34,10 @@ fn said(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// A peer's engine: its session and its memory by address.
+/// A peer's engine: the sessions to it, and its memory by address.
 struct Peer {
-    session: Session,
+    engine: EngineDesc,
+    sessions: Arc<Mutex<PeerSessions>>,
     /// With its size.
     memories: BTreeMap<u64, (u64, RemoteRegion)>,
 }
@@ -192,7 +194,7 @@ impl MooncakeEngine {
 
 impl Running {
     fn register(&self, address: u64, length: u64, label: &str) -> Result<()> {
-        let memory = foreign(address, ByteLen(length), None).map_err(said)?;
+        let memory = borrowed(address, ByteLen(length), None).map_err(said)?;
         let mut regions = locked(&self.regions);
         let end = address.checked_add(length).ok_or("it leaves 64 bits")?;
         let before = regions.range(..end).next_back();
@@ -203,7 +205,7 @@ impl Running {
         }
         let region = self
             .engine
-            .register(&memory, ByteOffset(0), ByteLen(length), label);
+            .register(memory, ByteOffset(0), ByteLen(length), label);
         regions.insert(address, region.map_err(said)?);
         Ok(())
     }
@@ -233,13 +235,11 @@ impl Running {
             let region = RemoteRegion::from_desc(desc).map_err(said)?;
             Ok((desc.data, (desc.size, region)))
         });
-        let same = known.filter(|known| known.session.peer_key() == entry.engine.key);
+        let same = known.filter(|known| known.engine.key == entry.engine.key);
         let peer = Arc::new(Peer {
             memories: memories.collect::<Result<_>>()?,
-            session: match same {
-                Some(known) => known.session.clone(),
-                None => self.engine.connect(&entry.engine).map_err(said)?,
-            },
+            sessions: same.map_or_else(Arc::default, |known| Arc::clone(&known.sessions)),
+            engine: entry.engine,
         });
         locked(&self.peers).insert(session.to_owned(), Arc::clone(&peer));
         Ok(peer)
@@ -259,6 +259,28 @@ impl Running {
                 (peer, pairs)
             }
         };
+        // One batch for each transport that may serve it.
+        let mut parts: BTreeMap<u8, (Reach, Vec<WritePair>)> = BTreeMap::new();
+        for pair in pairs {
+            let reach = Reach::of(&pair.local, &pair.remote);
+            let part = parts.entry(reach.class());
+            part.or_insert_with(|| (reach, Vec::new())).1.push(pair);
+        }
+        for (reach, pairs) in parts.into_values() {
+            self.write_pairs(session, &peer, &reach, pairs)?;
+        }
+        Ok(())
+    }
+
+    fn write_pairs(
+        &self,
+        session: &str,
+        peer: &Peer,
+        reach: &Reach,
+        pairs: Vec<WritePair>,
+    ) -> Result<()> {
+        let opened = locked(&peer.sessions).open(&self.engine, &peer.engine, reach);
+        let opened = opened.map_err(said)?;
         let sizes = pairs.iter().map(|pair| {
             let label = pair.local.label().to_owned();
             (label, pair.runs.bytes().get(), pair.runs.ranges())
@@ -269,18 +291,16 @@ impl Running {
             *sum = (sum.0 + bytes, sum.1 + count);
         }
         let batch = WriteBatch { pairs };
-        let result = peer
-            .session
-            .transfer(Direction::Write, batch, WRITE_TIMEOUT);
+        let result = opened.transfer(Direction::Write, batch, WRITE_TIMEOUT);
         for (component, sizes) in &components {
             let labels = TransferLabels {
                 component,
-                transport: peer.session.transport().name(),
+                transport: opened.transport().name(),
                 role: Role::Prefill.name(),
             };
             self.metrics.ended(labels, *sizes, &result);
         }
-        if result.is_err() && !peer.session.is_alive() {
+        if result.is_err() && !opened.is_alive() {
             // The next write asks who is there then.
             locked(&self.peers).remove(session);
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc, MemoryLocation};
 use io_engine::{
     AnyMemory, ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, Location,
-    RdmaOptions, Region, RemoteRegion, Session, TransportError, TransportKind,
+    RdmaOptions, Reach, Region, RemoteRegion, Session, TransportError, TransportKind,
 };
 use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -26,7 +26,7 @@ use crate::mori::session::IOEngineSession;
 use crate::mori::status::{StatusCell, TransferStatus, code, wait_all};
 use crate::mori::transfer::Route;
 use crate::mori::ways::Ways;
-use crate::pool::{foreign, foreign_device};
+use crate::pool::{borrowed, foreign};
 
 /// How long a deregistration waits for peers to let go.
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -112,6 +112,7 @@ impl Shared {
             .map_err(|error| (code::ERR_INVALID_ARGS, error.to_string()))?;
         let notifier = self.notifier.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Route {
+            reach: Reach::of(&local, &far),
             local,
             far,
             remote,
@@ -128,8 +129,8 @@ impl Shared {
         (direction, runs, number): (Direction, Runs, u64),
         status: Arc<StatusCell>,
     ) -> PyResult<()> {
-        if session_opt.is_none() && !route.remote.has_session() {
-            py.detach(|| route.remote.session(&self.engine))
+        if session_opt.is_none() && !route.has_session() {
+            py.detach(|| route.session(&self.engine))
                 .map_err(|error| raised(&error))?;
         }
         match runs {
@@ -450,20 +451,13 @@ impl IOEngine {
         label: &str,
     ) -> PyResult<MemoryDesc> {
         let location = enums::location_of(location)?;
-        let py = address.py();
         let (address, len) = (number(address)?, ByteLen(number(size)?));
-        let is_called_a_devices = location == MemoryLocation::Device;
-        let kept = keeper.as_ref().map(|keeper| keeper.clone_ref(py));
-        // What is called a device's but is mapped here is host memory; what is not is asked for at
-        // the drivers.
-        let memory = match foreign(address, len, keeper) {
-            Ok(memory) => AnyMemory::from(&memory),
-            Err(_) if is_called_a_devices => {
-                let memory = foreign_device(address, len, kept).map_err(|error| raised(&error))?;
-                AnyMemory::from(&memory)
-            }
-            Err(error) => return Err(raised(&error)),
+        // What is called a device's but is mapped here is host memory.
+        let memory = match location == MemoryLocation::Device {
+            true => borrowed(address, len, keeper),
+            false => foreign(address, len, keeper).map(|memory| AnyMemory::from(&memory)),
         };
+        let memory = memory.map_err(|error| raised(&error))?;
         let region = self
             .shared
             .engine
@@ -629,7 +623,7 @@ impl IOEngine {
             Err((_, message)) => return Err(PyRuntimeError::new_err(message)),
         };
         let shared = &self.shared;
-        let opened: Result<Session, _> = py.detach(|| route.remote.session(&shared.engine));
+        let opened: Result<Session, _> = py.detach(|| route.session(&shared.engine));
         let session = opened.map_err(|error| raised(&error))?;
         Ok(Some(IOEngineSession {
             shared: Arc::clone(&self.shared),
@@ -779,8 +773,7 @@ pub(crate) fn resolved(host: &str) -> Option<IpAddr> {
     Some(address.ip())
 }
 
-/// What `FERRY_TRANSPORTS` names, without `shm`: registered memory is the callers' own here, and
-/// has no descriptor that another process could map.
+/// What `FERRY_TRANSPORTS` names, or all.
 pub(crate) fn transports() -> PyResult<Vec<TransportKind>> {
     let named = std::env::var("FERRY_TRANSPORTS").unwrap_or_default();
     let names = named.split(',').filter(|name| !name.is_empty());
@@ -792,7 +785,6 @@ pub(crate) fn transports() -> PyResult<Vec<TransportKind>> {
     if kinds.is_empty() {
         kinds.extend(TransportKind::ALL);
     }
-    kinds.retain(|kind| *kind != TransportKind::Shm);
     Ok(kinds)
 }
 

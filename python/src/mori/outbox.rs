@@ -49,6 +49,7 @@ impl Asked {
             && first.session_opt.is_none()
             && self.direction == first.direction
             && Arc::ptr_eq(&self.route.remote, &first.route.remote)
+            && self.route.reach == first.route.reach
     }
 }
 
@@ -156,7 +157,7 @@ impl Outbox {
         };
         let session = match &first.session_opt {
             Some(session) => Ok(session.clone()),
-            None => first.route.remote.session(&self.engine),
+            None => first.route.session(&self.engine),
         };
         match session {
             Ok(session) => begin(&session, asked, self),

@@ -1,11 +1,11 @@
-//! A peer's engine: its one session, and what became of it.
+//! A peer's engine: the sessions to it, and what became of them.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use common::wire::EngineDesc;
-use io_engine::{Engine, Session, TransportError, TransportErrorKind};
+use io_engine::{Engine, PeerSessions, Reach, Session, TransportError, TransportErrorKind};
 
 use crate::mori::notify::NotifyAddress;
 
@@ -51,9 +51,9 @@ pub(crate) struct Remote {
     pub(crate) desc: EngineDesc,
     pub(crate) notify_opt: Option<NotifyAddress>,
     failures: Arc<PeerFailures>,
-    session: Mutex<Option<Session>>,
-    /// Whether there is one; read without the lock.
-    has_session: AtomicBool,
+    sessions: Mutex<PeerSessions>,
+    /// For which classes of reach there is one, a bit for each; read without the lock.
+    reached: AtomicU8,
 }
 
 impl Remote {
@@ -62,31 +62,32 @@ impl Remote {
             notify_opt: NotifyAddress::of(&desc),
             desc,
             failures,
-            session: Mutex::default(),
-            has_session: AtomicBool::new(false),
+            sessions: Mutex::default(),
+            reached: AtomicU8::new(0),
         }
     }
 
     /// Whether a transfer needs no new connection, as far as is known.
-    pub(crate) fn has_session(&self) -> bool {
-        self.has_session.load(Ordering::Acquire)
+    pub(crate) fn has_session(&self, reach: &Reach) -> bool {
+        self.reached.load(Ordering::Acquire) & (1 << reach.class()) != 0
     }
 
-    /// The session, opened if there is none or the last one has failed. Blocks meanwhile; callers
+    /// The session that reaches some memory, opened if there is none or the last one has failed. Blocks meanwhile; callers
     /// that come at the same time wait for the same session. Whether the peer is still there is
     /// not asked, which would be a system call: a transfer that fails for that ends the session.
-    pub(crate) fn session(&self, engine: &Engine) -> Result<Session, TransportError> {
-        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(open) = session.as_ref() {
-            return Ok(open.clone());
-        }
-        match engine.connect(&self.desc) {
-            Ok(opened) => {
-                self.has_session.store(true, Ordering::Release);
-                Ok(session.insert(opened).clone())
+    pub(crate) fn session(
+        &self,
+        engine: &Engine,
+        reach: &Reach,
+    ) -> Result<Session, TransportError> {
+        let mut sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        match sessions.open(engine, &self.desc, reach) {
+            Ok(open) => {
+                self.reached.fetch_or(1 << reach.class(), Ordering::Release);
+                Ok(open)
             }
             Err(error) => {
-                drop(session);
+                drop(sessions);
                 self.report(None, PEER_UNREACHABLE, &error.to_string());
                 Err(error)
             }
@@ -100,23 +101,23 @@ impl Remote {
             TransportErrorKind::Protocol | TransportErrorKind::Io => UNKNOWN,
             _ => PEER_UNREACHABLE,
         };
-        if let Ok(session) = self.session.try_lock() {
-            self.end_if_dead(session, reason, &error.to_string());
+        if let Ok(sessions) = self.sessions.try_lock() {
+            self.end_if_dead(sessions, reason, &error.to_string());
         }
     }
 
     /// Looks whether the peer has gone since; reports it if so.
     pub(crate) fn check(&self) {
-        let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
-        self.end_if_dead(session, PEER_UNREACHABLE, "the connection is lost");
+        let sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
+        self.end_if_dead(sessions, PEER_UNREACHABLE, "the connection is lost");
     }
 
-    fn end_if_dead(&self, mut session: MutexGuard<'_, Option<Session>>, reason: u32, detail: &str) {
-        if session.as_ref().is_some_and(|session| !session.is_alive()) {
-            let lost = session.take();
-            self.has_session.store(false, Ordering::Release);
-            drop(session);
-            self.report(lost.as_ref(), reason, detail);
+    fn end_if_dead(&self, mut sessions: MutexGuard<'_, PeerSessions>, reason: u32, detail: &str) {
+        if let Some(lost) = sessions.take_dead() {
+            // Those that live are found again under the lock.
+            self.reached.store(0, Ordering::Release);
+            drop(sessions);
+            self.report(Some(&lost), reason, detail);
         }
     }
 

@@ -7,8 +7,8 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use common::plan::RunList;
 use io_engine::{
-    Direction, Region, RemoteRegion, Session, TransferHandle, TransferResult, TransportError,
-    TransportKind, WriteBatch, WritePair,
+    Direction, Engine, Reach, Region, RemoteRegion, Session, TransferHandle, TransferResult,
+    TransportError, TransportKind, WriteBatch, WritePair,
 };
 use transfer_actor::api::Role;
 use transfer_actor::metrics::TransferLabels;
@@ -22,8 +22,21 @@ use crate::mori::status::{code, code_of};
 pub(crate) struct Route {
     pub(crate) local: Region,
     pub(crate) far: RemoteRegion,
+    pub(crate) reach: Reach,
     pub(crate) remote: Arc<Remote>,
     pub(crate) notifier_opt: Option<Arc<Notifier>>,
+}
+
+impl Route {
+    /// The session that serves it; blocks while one is opened.
+    pub(crate) fn session(&self, engine: &Engine) -> Result<Session, TransportError> {
+        self.remote.session(engine, &self.reach)
+    }
+
+    /// Whether there is one already, as far as is known.
+    pub(crate) fn has_session(&self) -> bool {
+        self.remote.has_session(&self.reach)
+    }
 }
 
 /// Begins transfers to one peer as one batch. Everything that happens to them, now or later, goes

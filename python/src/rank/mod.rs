@@ -69,7 +69,7 @@ fn memory_of(pool: &Bound<'_, PyAny>) -> PyResult<AnyMemory> {
     }
     match pool.cast::<Pool>() {
         Ok(pool) => Ok(AnyMemory::Pool(pool.get().0.clone())),
-        Err(_) => Ok(AnyMemory::Foreign(pool.cast::<Borrowed>()?.get().0.clone())),
+        Err(_) => Ok(pool.cast::<Borrowed>()?.get().0.clone()),
     }
 }
 

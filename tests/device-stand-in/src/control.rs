@@ -16,6 +16,9 @@ pub enum Setting {
     RefuseExport,
     /// Not 0: no range can be exported as a dma-buf.
     RefuseDmaBuf,
+    /// Not 0: the processor, and so the kernel for a network device, reaches device memory at its
+    /// address, as with a module that resolves such addresses.
+    PeerMemory,
     /// Bytes of pinned memory that can be had at once.
     PinnedBytes,
     /// Not 0: after each call of the driver the calling thread's current device is the last one.
@@ -42,11 +45,12 @@ pub enum Setting {
     PinnedNow,
 }
 
-const NAMES: [(&str, Setting); 16] = [
+const NAMES: [(&str, Setting); 17] = [
     ("devices", Setting::Devices),
     ("delay_microseconds", Setting::DelayMicroseconds),
     ("refuse_export", Setting::RefuseExport),
     ("refuse_dma_buf", Setting::RefuseDmaBuf),
+    ("peer_memory", Setting::PeerMemory),
     ("pinned_bytes", Setting::PinnedBytes),
     ("lose_current_device", Setting::LoseCurrentDevice),
     ("reset_at_copy", Setting::ResetAtCopy),

@@ -1,7 +1,7 @@
 //! Memory: handles backed by memfds, address space that nobody may touch, and what lies where.
 
 use std::collections::{BTreeMap, HashMap};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::control::{self, Setting};
@@ -92,6 +92,56 @@ impl Physical {
         self.duplicate()
     }
 
+    /// A descriptor whose position says where a range begins: what a descriptor of the range alone
+    /// would call 0.
+    pub(crate) fn duplicate_at(&self, offset: u64) -> Answer<i32> {
+        let path = format!("/proc/self/fd/{}\0", self.fd.as_raw_fd());
+        // SAFETY: a C string. Opened anew, because a duplicate would share its position.
+        let opened = unsafe { libc::open(path.as_ptr().cast(), libc::O_RDWR | libc::O_CLOEXEC) };
+        errno_as_out_of_memory(opened)?;
+        // SAFETY: the kernel just gave it, and nobody else has it.
+        let opened = unsafe { OwnedFd::from_raw_fd(opened) };
+        // SAFETY: a descriptor of ours.
+        let at = unsafe { libc::lseek(opened.as_raw_fd(), offset as i64, libc::SEEK_SET) };
+        match at == offset as i64 {
+            true => Ok(opened.into_raw_fd()),
+            false => Err(code::INVALID_VALUE),
+        }
+    }
+
+    /// Lets the processor reach it at an address of the space, or no more.
+    fn show_at(&self, address: u64, len: u64, is_shown: bool) -> Answer<()> {
+        let (protection, kind, fd) = match is_shown {
+            true => (
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                self.fd.as_raw_fd(),
+            ),
+            false => (
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+            ),
+        };
+        let place = std::ptr::with_exposed_provenance_mut(address as usize);
+        // SAFETY: the place is inside the space, which is this library's, and nothing else is
+        // there.
+        let mapped = unsafe {
+            libc::mmap(
+                place,
+                len as usize,
+                protection,
+                kind | libc::MAP_FIXED,
+                fd,
+                0,
+            )
+        };
+        match mapped == libc::MAP_FAILED {
+            true => Err(code::OUT_OF_MEMORY),
+            false => Ok(()),
+        }
+    }
+
     pub(crate) fn duplicate(&self) -> Answer<i32> {
         // SAFETY: a descriptor of ours.
         let copy = unsafe { libc::fcntl(self.fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 0) };
@@ -121,6 +171,8 @@ struct Mapped {
     /// Mapped by the caller, not by an allocation.
     is_virtual: bool,
     is_accessible: bool,
+    /// Bytes that the processor reaches at the address.
+    shown: u64,
 }
 
 /// A part of a copy, as the processor reaches it; keeps the memory.
@@ -128,6 +180,15 @@ pub(crate) struct Span {
     pub(crate) host: usize,
     pub(crate) len: u64,
     pub(crate) _kept: Option<Arc<Physical>>,
+}
+
+/// Shows memory at its address where that is asked for: how many bytes.
+fn shown(physical: &Physical, address: u64, len: u64) -> Answer<u64> {
+    if !control::is_set(Setting::PeerMemory) {
+        return Ok(0);
+    }
+    physical.show_at(address, len, true)?;
+    Ok(len)
 }
 
 /// All address space.
@@ -235,6 +296,7 @@ impl Space {
             return Err(code::INVALID_VALUE);
         }
         let mapped = Mapped {
+            shown: shown(&physical, address, len)?,
             len,
             physical,
             offset: 0,
@@ -266,19 +328,18 @@ impl Space {
         if places.is_empty() {
             return Err(code::INVALID_VALUE);
         }
-        places.iter().for_each(|place| {
-            self.mapped.remove(place);
-        });
-        Ok(())
+        places.iter().try_for_each(|place| self.hide(*place))
     }
 
     /// One allocation, which cannot be exported.
     pub(crate) fn allocate(&mut self, device: i32, len: u64) -> Answer<u64> {
         let address = self.reserve(len)?;
         let whole = len.next_multiple_of(GRANULARITY);
+        let physical = Physical::create(device, whole, false)?;
         let mapped = Mapped {
+            shown: shown(&physical, address, whole)?,
             len,
-            physical: Physical::create(device, whole, false)?,
+            physical,
             offset: 0,
             is_virtual: false,
             is_accessible: true,
@@ -290,10 +351,20 @@ impl Space {
     pub(crate) fn free(&mut self, address: u64) -> Answer<()> {
         match self.mapped.get(&address) {
             Some(mapped) if !mapped.is_virtual => {
-                self.mapped.remove(&address);
+                self.hide(address)?;
                 self.unreserve(address)
             }
             _ => Err(code::INVALID_VALUE),
+        }
+    }
+
+    /// Ends what is mapped at an address.
+    fn hide(&mut self, address: u64) -> Answer<()> {
+        match self.mapped.remove(&address) {
+            Some(mapped) if mapped.shown > 0 => {
+                mapped.physical.show_at(address, mapped.shown, false)
+            }
+            Some(_) | None => Ok(()),
         }
     }
 
@@ -314,11 +385,14 @@ impl Space {
     }
 
     /// The memory behind a range that lies in one allocation, and the offset in it.
-    pub(crate) fn behind(&self, address: u64, len: u64) -> Answer<Arc<Physical>> {
+    pub(crate) fn behind(&self, address: u64, len: u64) -> Answer<(Arc<Physical>, u64)> {
         let (start, mapped) = self.at(address).ok_or(code::INVALID_VALUE)?;
         let is_inside = address + len <= start + mapped.len.next_multiple_of(GRANULARITY);
         match is_inside {
-            true => Ok(Arc::clone(&mapped.physical)),
+            true => Ok((
+                Arc::clone(&mapped.physical),
+                mapped.offset + address - start,
+            )),
             false => Err(code::INVALID_VALUE),
         }
     }

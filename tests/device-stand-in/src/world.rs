@@ -184,8 +184,8 @@ pub(crate) fn dma_buf(address: u64, len: u64) -> Answer<i32> {
     if !address.is_multiple_of(4096) || len == 0 || !len.is_multiple_of(4096) {
         return Err(code::INVALID_VALUE);
     }
-    let physical = world()?.space.behind(address, len)?;
-    physical.duplicate()
+    let (physical, offset) = world()?.space.behind(address, len)?;
+    physical.duplicate_at(offset)
 }
 
 pub(crate) fn create_stream() -> Answer<u64> {

@@ -5,8 +5,10 @@
 //! The same requests also run between SGLang's ranks alone, with its own bootstrap server, over the
 //! `mori` of our Python wheel; and with the manager of our plugin on one side and on both.
 //!
-//! With `FERRY_TEST_TRANSPORT=rdma`, on a host with RDMA devices, all of them move bytes over those,
-//! and SGLang's ranks by our module.
+//! `FERRY_TEST_TRANSPORT` names the transport that all of them move bytes over (`rdma` on a host with
+//! RDMA devices), and with `FERRY_TEST_MEMORY=device` every pool but those of aux rows is in device
+//! memory; `FERRY_CUDA_LIBRARY` may name the stand-in for a driver. SGLang's ranks then use our
+//! module, because the double has no network and knows no device.
 //!
 //! Every test compares every byte of every destination with what the model's logical shape says,
 //! those that must not change too.
@@ -29,7 +31,7 @@ use tests::sglang::{NEWEST_RELEASE, SglangPeer};
 use transfer_actor::api::{Role, RoomStatus};
 
 use crate::conformance::model::{Model, Place, Placement};
-use crate::conformance::rank::{ChunkEnd, DEADLINE, Rank, Setting, is_over_rdma};
+use crate::conformance::rank::{ChunkEnd, DEADLINE, Rank, Setting, is_beyond_the_double};
 
 /// Whose ranks are on which side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +66,7 @@ impl Direction {
 
     /// Says loudly when a test cannot run here.
     fn can_run(self, test: &str, setting: &Setting) -> bool {
-        if (self.is_over_our_module() || is_over_rdma())
+        if (self.is_over_our_module() || is_beyond_the_double())
             && let Err(reason) = SglangPeer::imports_our_module()
         {
             skip(test, &reason);

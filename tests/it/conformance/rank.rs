@@ -8,7 +8,10 @@ use common::ids::{ByteLen, ByteOffset};
 use common::metrics::CONTROL_MESSAGES;
 use common::plan::PlannerOptions;
 use common::topology::ParallelConfig;
-use io_engine::{Engine, EngineConfig, FaultSpec, Memory, Region, TransportKind};
+use io_engine::{
+    AnyMemory, DeviceMemory, DeviceRuntime, Engine, EngineConfig, FaultSpec, Memory, Region,
+    TransportKind,
+};
 use prometheus::Registry;
 use prometheus::proto::{LabelPair, Metric};
 use serde_json::{Value, json};
@@ -27,9 +30,36 @@ const GAP: usize = 64;
 /// How long anything may take on a busy machine.
 pub const DEADLINE: Duration = Duration::from_secs(40);
 
-/// Whether all bytes are to move over `rdma`, which this host must have; nothing else is offered.
-pub fn is_over_rdma() -> bool {
-    std::env::var("FERRY_TEST_TRANSPORT").is_ok_and(|name| name == "rdma")
+/// Over what all bytes are to move, where the environment says so; nothing else is offered. Pools of
+/// SGLang's own in host memory cannot be mapped, so with `shm` those go by `cma`, whose pools in
+/// device memory it does not reach.
+pub fn transports_opt() -> Option<Vec<TransportKind>> {
+    let name = std::env::var("FERRY_TEST_TRANSPORT").ok()?;
+    let kind: TransportKind = name.parse().expect("FERRY_TEST_TRANSPORT is a transport");
+    Some(match kind {
+        TransportKind::Shm => vec![TransportKind::Shm, TransportKind::Cma],
+        other => vec![other],
+    })
+}
+
+/// Whether pools, but for aux rows, are to be in device memory.
+pub fn is_in_device_memory() -> bool {
+    match std::env::var("FERRY_TEST_MEMORY").as_deref() {
+        Ok("device") => true,
+        Ok("host") | Err(_) => false,
+        Ok(other) => panic!("FERRY_TEST_MEMORY is host or device, not {other}"),
+    }
+}
+
+/// Whether SGLang's ranks need our module instead of the double of MoRI, which has no network and
+/// knows no device.
+pub fn is_beyond_the_double() -> bool {
+    transports_opt().is_some() || is_in_device_memory()
+}
+
+/// The device of a rank; neighbours and peers are on different ones.
+fn device_of(role: Role, place: Place) -> u32 {
+    (place.tp_rank + u32::from(role == Role::Decode)) % 2
 }
 
 /// What all ranks of a test have in common.
@@ -61,7 +91,7 @@ pub struct Setting {
 #[derive(Debug)]
 pub struct OurRank {
     pub handle: RankHandle,
-    memory: Memory,
+    pools: Vec<Pool>,
     regions: Vec<Region>,
     registry: Registry,
 }
@@ -109,12 +139,12 @@ impl Rank {
         let mut config = EngineConfig::new(key, setting.host.to_string());
         config.tcp_bind = SocketAddr::new(setting.host, 0);
         config.cma_trust_descriptors = true;
-        if is_over_rdma() {
-            config.transports = vec![TransportKind::Rdma];
+        if let Some(transports) = transports_opt() {
+            config.transports = transports;
         }
         config.fault_opt = setting.fault_opt.clone();
         let engine = Engine::start(config).expect("an engine starts");
-        let (memory, regions) = register(&engine, &shape);
+        let (pools, regions) = register(&engine, &shape, device_of(role, place));
         let of_list = |list: List| -> Vec<Option<Region>> {
             let both = shape.buffers.iter().zip(&regions);
             both.filter(|(buffer, _)| buffer.list == list)
@@ -166,7 +196,7 @@ impl Rank {
         let rank = Self {
             side: Side::Ours(OurRank {
                 handle: handle.expect("the rank starts"),
-                memory,
+                pools,
                 regions,
                 registry,
             }),
@@ -194,13 +224,16 @@ impl Rank {
         });
         // Only then does a decode of SGLang wait for the acknowledgement of an abort.
         environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"] = json!("true");
-        // The double of MoRI has no network.
-        if setting.is_over_our_module || is_over_rdma() {
+        if setting.is_over_our_module || is_beyond_the_double() {
             environment["SGLCONF_MORI"] = json!("installed");
             environment["FERRY_INJECT_FAULT"] = json!(setting.module_fault);
         }
-        if is_over_rdma() {
-            environment["FERRY_TRANSPORTS"] = json!("rdma");
+        if let Some(transports) = transports_opt() {
+            let names: Vec<_> = transports.iter().map(|kind| kind.name()).collect();
+            environment["FERRY_TRANSPORTS"] = json!(names.join(","));
+        }
+        if is_in_device_memory() {
+            environment["SGLCONF_DEVICE"] = json!(format!("cuda:{}", device_of(role, place)));
         }
         environment["SGLCONF_BACKEND"] = json!(setting.backend);
         for (variable, value) in &setting.environment {
@@ -575,46 +608,97 @@ fn owner(role: Role, place: Place) -> u64 {
     rank * 2 + u64::from(role == Role::Decode)
 }
 
-/// Registers all buffers, one behind the other in one pool, with bytes between them that belong to
-/// none.
-fn register(engine: &Engine, shape: &Shape) -> (Memory, Vec<Region>) {
-    let gap = GAP as u64;
-    let layouts = shape.buffers.iter().map(|buffer| buffer.byte_len());
-    let starts: Vec<u64> = layouts
-        .scan(gap, |end, len| {
-            let start = *end;
-            *end += len + gap;
-            Some(start)
-        })
-        .collect();
-    let last = shape.buffers.last().map_or(0, |buffer| buffer.byte_len());
-    let len = starts.last().copied().unwrap_or_default() + last + gap;
-    let memory = Memory::allocate("conformance", ByteLen(len)).expect("memory");
-    let regions = starts.iter().zip(&shape.buffers).map(|(start, buffer)| {
-        let label = match buffer.list {
-            List::Kv => "kv",
-            List::State(_) => "state",
-            List::Aux => "aux",
+/// Memory with buffers one behind the other, and bytes between them that belong to none.
+#[derive(Debug)]
+struct Pool {
+    memory: AnyMemory,
+    /// Where each buffer begins, and its bytes.
+    buffers: Vec<(u64, u64)>,
+    len: u64,
+}
+
+impl Pool {
+    fn of(lens: &[u64], device_opt: Option<u32>) -> Self {
+        let gap = GAP as u64;
+        let mut buffers = Vec::with_capacity(lens.len());
+        let mut len = gap;
+        for bytes in lens {
+            buffers.push((len, *bytes));
+            len += bytes + gap;
+        }
+        let memory = match device_opt {
+            None => {
+                let memory = Memory::allocate("conformance", ByteLen(len)).expect("memory");
+                AnyMemory::from(&memory)
+            }
+            Some(number) => {
+                let memory = DeviceMemory::allocate(DeviceRuntime::Cuda, number, ByteLen(len));
+                let memory = memory.expect("device memory");
+                // A device's memory holds what it held before.
+                let zeros = vec![0; len as usize];
+                memory.write(ByteOffset(0), &zeros).expect("it fits");
+                AnyMemory::from(&memory)
+            }
         };
-        let len = ByteLen(buffer.byte_len());
-        let region = engine.register(&memory, ByteOffset(*start), len, label);
-        region.expect("it fits")
-    });
-    let regions = regions.collect();
-    (memory, regions)
+        Self {
+            memory,
+            buffers,
+            len,
+        }
+    }
+
+    /// Whether every byte that belongs to no buffer is as it was.
+    fn gaps_are_untouched(&self) -> bool {
+        let mut all = vec![0; self.len as usize];
+        let read = match &self.memory {
+            AnyMemory::Pool(memory) => memory.read(ByteOffset(0), &mut all),
+            AnyMemory::Device(memory) => memory.read(ByteOffset(0), &mut all),
+            AnyMemory::Foreign(_) => unreachable!("pools here are allocated"),
+        };
+        read.expect("it fits");
+        for (start, len) in &self.buffers {
+            all[*start as usize..(start + len) as usize].fill(0);
+        }
+        all.iter().all(|byte| *byte == 0)
+    }
+}
+
+/// Registers all buffers: in one pool, or where pools are in device memory in one there, and one in
+/// host memory for aux rows. Regions are in the order of the buffers.
+fn register(engine: &Engine, shape: &Shape, device: u32) -> (Vec<Pool>, Vec<Region>) {
+    let is_on_device = |list: List| is_in_device_memory() && list != List::Aux;
+    let mut pools = Vec::new();
+    let mut regions: Vec<Option<Region>> = vec![None; shape.buffers.len()];
+    for on_device in [true, false] {
+        let chosen = shape.buffers.iter().enumerate();
+        let chosen = chosen.filter(|(_, buffer)| is_on_device(buffer.list) == on_device);
+        let chosen: Vec<_> = chosen.collect();
+        let lens: Vec<u64> = chosen.iter().map(|(_, buffer)| buffer.byte_len()).collect();
+        if lens.is_empty() {
+            continue;
+        }
+        let pool = Pool::of(&lens, on_device.then_some(device));
+        for ((position, buffer), (start, len)) in chosen.iter().zip(&pool.buffers) {
+            let label = match buffer.list {
+                List::Kv => "kv",
+                List::State(_) => "state",
+                List::Aux => "aux",
+            };
+            let part = (ByteOffset(*start), ByteLen(*len));
+            let region = engine.register(pool.memory.clone(), part.0, part.1, label);
+            regions[*position] = Some(region.expect("it fits"));
+        }
+        pools.push(pool);
+    }
+    let regions = regions
+        .into_iter()
+        .map(|region| region.expect("registered"));
+    (pools, regions.collect())
 }
 
 impl OurRank {
-    /// Whether every byte of the pool that belongs to no buffer is as it was.
+    /// Whether every byte of the pools that belongs to no buffer is as it was.
     fn gaps_are_untouched(&self) -> bool {
-        let mut all = vec![0; self.memory.len().get() as usize];
-        self.memory.read(ByteOffset(0), &mut all).expect("it fits");
-        let mut end = 0;
-        let mut is_untouched = true;
-        for region in &self.regions {
-            is_untouched &= all[end..end + GAP].iter().all(|byte| *byte == 0);
-            end += GAP + region.len().get() as usize;
-        }
-        is_untouched && all[end..].iter().all(|byte| *byte == 0)
+        self.pools.iter().all(Pool::gaps_are_untouched)
     }
 }

@@ -1,11 +1,11 @@
 //! A rank's sessions to its peers' engines.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use common::wire::EngineDesc;
 use futures::FutureExt;
-use io_engine::{Engine, Session, TransportError, TransportErrorKind, TransportKind};
+use io_engine::{Engine, Reach, Session, TransportError, TransportErrorKind, TransportKind};
 
 use crate::component::SharedSession;
 use crate::rank::SessionSummary;
@@ -16,11 +16,11 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
 /// A peer that nobody wants to reach any more is forgotten after this time.
 const FORGET_AFTER: Duration = Duration::from_secs(60);
 
-/// Sessions by the key of the peer's engine. Each is opened once, on a thread that may block, and
+/// Sessions by the key of the peer's engine and what they reach. Each is opened once, on a thread that may block, and
 /// again when it has died; a peer that cannot be reached is tried again only after a while, and
 /// until then fails at once with the last reason.
 #[derive(Default)]
-pub(super) struct Sessions(HashMap<String, Attempt>);
+pub(super) struct Sessions(HashMap<(String, Reach), Attempt>);
 
 struct Attempt {
     session: SharedSession,
@@ -32,16 +32,28 @@ struct Attempt {
 }
 
 impl Attempt {
-    fn begin(engine: &Engine, desc: &EngineDesc, failures: u32, now: Instant) -> Self {
-        let (engine, desc) = (engine.clone(), desc.clone());
-        let opened = tokio::task::spawn_blocking(move || engine.connect(&desc)).map(|joined| {
+    /// `others` are to the same peer; one of them is taken if it is over the transport that would
+    /// be chosen.
+    fn begin(
+        engine: &Engine,
+        (desc, reach): (&EngineDesc, &Reach),
+        others: Vec<SharedSession>,
+        failures: u32,
+        now: Instant,
+    ) -> Self {
+        let (engine, desc, reach) = (engine.clone(), desc.clone(), reach.clone());
+        let opened = async move {
+            let others = futures::future::join_all(others).await;
+            let others: Vec<Session> = others.into_iter().filter_map(Result::ok).collect();
+            let connect = move || engine.connect_for(&desc, &reach, &others);
+            let joined = tokio::task::spawn_blocking(connect).await;
             joined.unwrap_or_else(|error| {
                 Err(TransportError::quiesced(
                     TransportErrorKind::Io,
                     format!("opening the session: {error}"),
                 ))
             })
-        });
+        };
         let random = getrandom::u32().unwrap_or(u32::MAX / 2);
         Self {
             session: opened.boxed().shared(),
@@ -71,9 +83,16 @@ fn backoff(failures: u32, jitter: f64) -> Duration {
 }
 
 impl Sessions {
-    /// The session to a peer's engine.
-    pub(super) fn to(&mut self, engine: &Engine, desc: &EngineDesc, now: Instant) -> SharedSession {
-        let failures = match self.0.get(&desc.key) {
+    /// The session to a peer's engine that reaches some memory.
+    pub(super) fn to(
+        &mut self,
+        engine: &Engine,
+        desc: &EngineDesc,
+        reach: &Reach,
+        now: Instant,
+    ) -> SharedSession {
+        let name = (desc.key.clone(), reach.clone());
+        let failures = match self.0.get(&name) {
             None => 0,
             Some(known) => {
                 let is_pending = known.session.peek().is_none();
@@ -88,9 +107,12 @@ impl Sessions {
                 }
             }
         };
-        let attempt = Attempt::begin(engine, desc, failures, now);
+        let others = self.0.iter();
+        let others = others.filter(|((key, other), _)| *key == desc.key && other != reach);
+        let others = others.map(|(_, attempt)| attempt.session.clone()).collect();
+        let attempt = Attempt::begin(engine, (desc, reach), others, failures, now);
         let session = attempt.session.clone();
-        self.0.insert(desc.key.clone(), attempt);
+        self.0.insert(name, attempt);
         session
     }
 
@@ -103,17 +125,26 @@ impl Sessions {
         });
     }
 
+    /// Open sessions, each once.
+    fn open(&self) -> Vec<&Session> {
+        let mut seen = HashSet::new();
+        let open = self.0.values().filter_map(Attempt::open);
+        open.filter(|session| seen.insert(session.connection()))
+            .collect()
+    }
+
     /// Open sessions of each transport, in the order of [`TransportKind::ALL`].
     pub(super) fn count(&self) -> [i64; TransportKind::ALL.len()] {
+        let open = self.open();
         TransportKind::ALL.map(|kind| {
-            let open = self.0.values().filter_map(Attempt::open);
+            let open = open.iter();
             open.filter(|session| session.transport() == kind).count() as i64
         })
     }
 
     /// Open sessions, for people.
     pub(super) fn list(&self) -> Vec<SessionSummary> {
-        let open = self.0.values().filter_map(Attempt::open);
+        let open = self.open().into_iter();
         let mut listed: Vec<_> = open
             .map(|session| SessionSummary {
                 peer: session.peer_key().to_owned(),
@@ -150,14 +181,23 @@ mod tests {
         );
         let (desc, now) = (peer.desc(), Instant::now());
         let mut sessions = Sessions::default();
-        let first = sessions.to(&own, &desc, now).await.expect("opens");
-        sessions.to(&own, &desc, now).await.expect("is the same");
+        let first = sessions
+            .to(&own, &desc, &Reach::default(), now)
+            .await
+            .expect("opens");
+        sessions
+            .to(&own, &desc, &Reach::default(), now)
+            .await
+            .expect("is the same");
         assert_eq!(sessions.count().iter().sum::<i64>(), 1);
         assert_eq!(sessions.list()[0].transport, "shm");
         assert_eq!(sessions.list().len(), 1);
         first.close();
         assert_eq!(sessions.count().iter().sum::<i64>(), 0);
-        let again = sessions.to(&own, &desc, now).await.expect("opens again");
+        let again = sessions
+            .to(&own, &desc, &Reach::default(), now)
+            .await
+            .expect("opens again");
         assert!(again.is_alive() && !first.is_alive());
         drop(peer);
         again.close();
@@ -172,16 +212,25 @@ mod tests {
         let desc = gone.desc();
         gone.shutdown();
         let (mut sessions, mut now) = (Sessions::default(), Instant::now());
+        let gone = ("gone".to_owned(), Reach::default());
         for failures in 0..12 {
-            let error = sessions.to(&own, &desc, now).await.expect_err("fails");
+            let error = sessions
+                .to(&own, &desc, &Reach::default(), now)
+                .await
+                .expect_err("fails");
             assert_eq!(error.kind(), TransportErrorKind::NoCommonTransport);
-            let attempt = &sessions.0["gone"];
+            let attempt = &sessions.0[&gone];
             assert_eq!((attempt.failures, attempt.began), (failures, now));
             let next = attempt.next_at();
             // Until then the same failure is told again, and nothing is tried.
             let before = next - Duration::from_millis(1);
-            assert!(sessions.to(&own, &desc, before).await.is_err());
-            assert_eq!(sessions.0["gone"].began, now);
+            assert!(
+                sessions
+                    .to(&own, &desc, &Reach::default(), before)
+                    .await
+                    .is_err()
+            );
+            assert_eq!(sessions.0[&gone].began, now);
             now = next;
         }
         sessions.tidy(now);

@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 
 use crate::api::{RoomStatus, RoomView};
 use crate::bootstrap_client::jittered;
-use crate::component::ComponentActor;
+use crate::component::{self, ComponentActor};
 use crate::control::Outboxes;
 use crate::error::ApiError;
 use crate::messages::{CancelWork, DoWork, StopComponent};
@@ -330,7 +330,9 @@ impl RankActor {
         link: Arc<PeerLink>,
         context: &mut Context<Self>,
     ) {
-        let session = self.sessions.to(&self.engine, &link.engine, Instant::now());
+        let reach = component::reach(&self.buffers, &link, key.component);
+        let now = Instant::now();
+        let session = self.sessions.to(&self.engine, &link.engine, &reach, now);
         let buffers = Arc::clone(&self.buffers);
         let actor = ComponentActor::new(key.clone(), link, buffers, session, context.address());
         // Children run on this rank's own arbiter, beside it.
