@@ -208,7 +208,7 @@ bench-sglang: sglang ## What our Python module adds to SGLang's own time for a r
 	$(MAKE) --no-print-directory wheel WHEEL_PROFILE=release
 	$(FERRY_PYTHON) bench/sglang/turnaround.py $(SGLANG_ARGS)
 
-bench-bootstrap: cargo ## The bootstrap server beside SGLang's two, in one run (BOOTSTRAP_ARGS="--help" lists options)
+bench-bootstrap: cargo ## The bootstrap server beside SGLang's two and a bare limit, in one run (BOOTSTRAP_ARGS="--help" lists options)
 	$(CARGO) build --release --locked --package bootstrap-server
 	bench/bootstrap/install.sh
 	mkdir -p bench/results

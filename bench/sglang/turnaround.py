@@ -10,6 +10,7 @@ into one other process: what lies between that and nothing is not the bytes.
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -103,7 +104,11 @@ def serve(pipe, mode, port, kind, page_bytes):
     statuses = Watched() if kind == "manager" else Statuses(rank.manager)
     pipe.send("up")
     while True:
-        room, count = pipe.recv()
+        try:
+            room, count = pipe.recv()
+        except EOFError:
+            # Whoever asks has ended.
+            return
         # Scattered, so that every page is a range of its own.
         pages = np.random.default_rng(room).permutation(MAX_PAGES)[:count].astype(np.int32)
         if is_prefill:
@@ -170,7 +175,9 @@ def hold_memory(pipe, size):
     """Be a process with memory to write into."""
     memory = ctypes.create_string_buffer(size)
     pipe.send(ctypes.addressof(memory))
-    pipe.recv()
+    # Whoever started it has ended then.
+    with contextlib.suppress(EOFError):
+        pipe.recv()
 
 
 class Bare:
