@@ -13,16 +13,18 @@ use crate::http::{Reply, Request};
 /// Time for a process to be ready, or to end, on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A program of the workspace, which cargo puts one folder above the test's own executable.
+/// A program of the workspace, which cargo puts one folder above a test's own executable, and beside
+/// a program's.
 ///
 /// # Panics
 /// When it was not built; the message says how to build it.
 pub fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("the test has a path");
-    let folder = test
-        .parent()
-        .and_then(Path::parent)
-        .expect("it lies in target/<profile>/deps");
+    let folder = test.parent().expect("it lies in a folder");
+    let folder = match folder.parent() {
+        Some(above) if folder.ends_with("deps") => above,
+        _ => folder,
+    };
     let program = folder.join(name);
     assert!(
         program.is_file(),

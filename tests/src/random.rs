@@ -18,6 +18,11 @@ impl Random {
         Self(seed)
     }
 
+    /// From a number, for a second sequence beside the first.
+    pub const fn from_seed(seed: u64) -> Self {
+        Self(seed)
+    }
+
     /// A number below `bound`.
     pub fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);

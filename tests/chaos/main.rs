@@ -1,0 +1,416 @@
+//! Breaks real processes under load: a bootstrap server, four prefill and four decode ranks, each
+//! in a process of its own, one of which is killed or stopped every five seconds, or has its link
+//! cut, and is put right again.
+//!
+//! `ferry-chaos` (`make test-chaos`) kills and stops; `ferry-chaos --links` (`make test-links`)
+//! gives each process a network namespace and cuts links. `CHAOS_S` is how long it goes on,
+//! `FERRY_SEED` repeats a run's choices. It fails if a room hangs past its timeouts, if one that
+//! succeeded holds a wrong byte, if a request fails whose ranks took no harm, if the rate of
+//! requests is not back two seconds after a repair, or if a process that lives on grows. The tests
+//! of this program show of each of these that it is noticed.
+
+mod deck;
+mod engine;
+mod fleet;
+mod load;
+mod network;
+mod watch;
+
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use tests::random::Random;
+
+use deck::{Blow, Deck};
+use engine::{REQUEST_BYTES, lock};
+use fleet::{Fleet, RANKS, Target};
+use load::Load;
+use network::Network;
+use watch::Resources;
+
+/// From one strike to the next.
+const PERIOD: Duration = Duration::from_secs(5);
+/// Until when after a repair the rate is back.
+const RECOVERY: Duration = Duration::from_secs(2);
+/// The part of the usual rate that counts as back, in all and of the rank that was struck, and the
+/// part that goes on during a strike. Below one, as a window is short and the machine has other work.
+const BACK: f64 = 0.75;
+const OWN_BACK: f64 = 0.5;
+const GOING_ON: f64 = 0.25;
+
+/// What a program that a signal has ended says to a shell.
+const INTERRUPTED: u8 = 130;
+
+/// Waits for a signal to end.
+async fn interrupted() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let listen = |kind| signal(kind).expect("signals can be listened to");
+    let (mut interrupt, mut terminate, mut hang_up) = (
+        listen(SignalKind::interrupt()),
+        listen(SignalKind::terminate()),
+        listen(SignalKind::hangup()),
+    );
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+        _ = hang_up.recv() => {}
+    }
+}
+
+/// An interrupt ends the run early.
+#[derive(Default)]
+struct Interrupt {
+    has_come: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Interrupt {
+    /// Waits until an instant; false when an interrupt came.
+    fn pause_until(&self, until: Instant) -> bool {
+        let left = until.saturating_duration_since(Instant::now());
+        let waited = self
+            .changed
+            .wait_timeout_while(lock(&self.has_come), left, |has_come| !*has_come);
+        !*waited.unwrap_or_else(std::sync::PoisonError::into_inner).0
+    }
+
+    fn come(&self) {
+        *lock(&self.has_come) = true;
+        self.changed.notify_all();
+    }
+}
+
+fn main() -> ExitCode {
+    let uses_links = std::env::args()
+        .skip(1)
+        .any(|argument| argument == "--links");
+    if uses_links && std::env::var_os(network::INSIDE).is_none() {
+        if let Err(reason) = Network::probe() {
+            tests::process::skip("links are cut between network namespaces", &reason);
+            return ExitCode::SUCCESS;
+        }
+        use std::os::unix::process::CommandExt;
+        let program = std::env::current_exe().expect("this program has a path");
+        let error = network::inside_of_its_own(program).arg("--links").exec();
+        eprintln!("unshare: {error}");
+        return ExitCode::FAILURE;
+    }
+    let seconds = std::env::var("CHAOS_S")
+        .ok()
+        .and_then(|text| text.parse().ok());
+    run(Duration::from_secs(seconds.unwrap_or(120)), uses_links)
+}
+
+fn run(duration: Duration, uses_links: bool) -> ExitCode {
+    let mut random = Random::new();
+    let folder = tempfile::Builder::new()
+        .prefix("ferry-chaos")
+        .tempdir()
+        .expect("a folder");
+    let network_opt = uses_links.then(|| Network::make(2 * RANKS + 1).expect("a network"));
+    let transports: &[&str] = if uses_links {
+        &["tcp"]
+    } else {
+        &["shm", "cma", "tcp"]
+    };
+    let transports: Vec<_> = transports.iter().map(|name| (*name).to_owned()).collect();
+
+    let interrupt = Arc::new(Interrupt::default());
+    let (handles, handle) = std::sync::mpsc::channel();
+    let (end_load, load_ended) = tokio::sync::oneshot::channel::<()>();
+    let to_interrupt = Arc::clone(&interrupt);
+    // The load has a thread for itself; this one strikes and repairs, and may block.
+    let loading = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        let runtime = runtime.expect("a runtime");
+        handles
+            .send(runtime.handle().clone())
+            .expect("somebody waits");
+        runtime.spawn(async move {
+            interrupted().await;
+            println!("interrupted: ending");
+            to_interrupt.come();
+        });
+        // Its sender is dropped at the end.
+        let _ = runtime.block_on(load_ended);
+    });
+    let runtime = handle.recv().expect("the runtime starts");
+
+    let ranks: Vec<_> = (0..2 * RANKS).collect();
+    let mut fleet = Fleet::start(folder.path(), network_opt, &transports, &ranks);
+    let load_random = Random::from_seed(random.below(usize::MAX) as u64);
+    let first_room = random.below(1 << 40) as u64;
+    let load = Arc::new(Load::new(
+        RANKS,
+        fleet.bootstrap_addresses(),
+        load_random,
+        first_room,
+    ));
+    for rank in ranks {
+        fleet
+            .attach(&runtime, &load, rank)
+            .unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+    }
+    {
+        let _inside = runtime.enter();
+        load.start();
+    }
+
+    let mut resources = Resources::default();
+    let strikes = strike_for(
+        duration,
+        uses_links,
+        &mut random,
+        &runtime,
+        &load,
+        &mut fleet,
+        &interrupt,
+        &mut resources,
+    );
+
+    load.is_ending.store(true, Ordering::Release);
+    let patience = Instant::now() + Duration::from_secs(60);
+    while load.under_way.load(Ordering::Acquire) > 0 && Instant::now() < patience {
+        std::thread::park_timeout(Duration::from_millis(50));
+    }
+    let left = load.under_way.load(Ordering::Acquire);
+    if left > 0 {
+        load.violation(format!("{left} requests did not end"));
+    }
+    for wrong in fleet.ended() {
+        load.violation(wrong);
+    }
+    for wrong in fleet.end() {
+        load.violation(wrong);
+    }
+    drop(end_load);
+    loading.join().expect("the load's thread ends");
+    let children = watch::children();
+    if !children.is_empty() {
+        load.violation(format!("children are left: {children}"));
+    }
+    let (grown, judged) = resources.grown();
+    for what in grown {
+        load.violation(what);
+    }
+    report(&load, strikes, judged);
+    let violations = lock(&load.violations).len();
+    if violations == 0 {
+        return match *lock(&interrupt.has_come) {
+            true => ExitCode::from(INTERRUPTED),
+            false => ExitCode::SUCCESS,
+        };
+    }
+    println!(
+        "FAILED: {violations} violations; the logs are in {}",
+        folder.keep().display()
+    );
+    ExitCode::FAILURE
+}
+
+#[allow(clippy::too_many_arguments)]
+fn strike_for(
+    duration: Duration,
+    uses_links: bool,
+    random: &mut Random,
+    runtime: &tokio::runtime::Handle,
+    load: &Load,
+    fleet: &mut Fleet,
+    interrupt: &Interrupt,
+    resources: &mut Resources,
+) -> usize {
+    let begun = Instant::now();
+    let mut deck = Deck::new(uses_links);
+    let mut strikes = 0;
+    // The first period is calm: what the load does by itself.
+    let mut calm_from = begun + Duration::from_secs(1);
+    let mut next = begun + PERIOD;
+    let mut usual = 0.0;
+    while interrupt.pause_until(next) {
+        let now = Instant::now();
+        let done = lock(&load.done).clone();
+        let calm = watch::usual_rate(&done, calm_from, now);
+        usual = if strikes == 0 {
+            calm
+        } else {
+            0.8 * usual + 0.2 * calm
+        };
+        for (name, pid) in fleet.pids() {
+            resources.look(&name, pid, now);
+        }
+        for wrong in fleet.ended() {
+            load.violation(wrong);
+        }
+        let blow = deck.deal(random);
+        let Blow {
+            target,
+            strike,
+            outage,
+        } = blow;
+        if now + outage + PERIOD > begun + duration {
+            break;
+        }
+        strikes += 1;
+        let struck = Instant::now();
+        fleet.strike(load, target, strike);
+        let goes_on = interrupt.pause_until(struck + outage);
+        if let Err(error) = fleet.repair(runtime, load, target, strike) {
+            load.violation(format!(
+                "{} could not be attached again: {error}",
+                target.name()
+            ));
+            break;
+        }
+        let repaired = Instant::now();
+        next = repaired + PERIOD - outage.min(Duration::from_secs(2));
+        let recovered =
+            goes_on && interrupt.pause_until(repaired + RECOVERY + Duration::from_millis(600));
+        if !recovered {
+            break;
+        }
+        judge(load, blow, usual, struck, repaired);
+        calm_from = repaired + RECOVERY;
+    }
+    strikes
+}
+
+/// Whether the others went on, and whether the rate, and the rank itself, came back.
+fn judge(load: &Load, blow: Blow, usual: f64, struck: Instant, repaired: Instant) {
+    let Blow { target, strike, .. } = blow;
+    let done = lock(&load.done).clone();
+    let until = repaired + RECOVERY + Duration::from_millis(500);
+    let back = watch::reached(&done, usual * BACK, repaired, until);
+    let during = watch::usual_rate(&done, struck, repaired);
+    let own: Vec<_> = done
+        .iter()
+        .copied()
+        .filter(|done| match target {
+            Target::Rank(rank) if rank < RANKS => done.prefill == rank,
+            Target::Rank(rank) => done.decode == rank - RANKS,
+            Target::Bootstrap => true,
+        })
+        .collect();
+    let share = if target == Target::Bootstrap {
+        1.0
+    } else {
+        RANKS as f64
+    };
+    let own_back = watch::reached(&own, usual * OWN_BACK / share, repaired, until);
+    let seconds = |time: Option<Duration>| {
+        time.map_or("not".to_owned(), |time| {
+            format!("{:.1} s", time.as_secs_f64())
+        })
+    };
+    println!(
+        "{strike:?} {}: for {:.1} s; {usual:.0} requests/s before, {during:.0} during; back after {}, \
+         its own after {}; {} under way, {} quarantined, {} done, {} failed",
+        target.name(),
+        (repaired - struck).as_secs_f64(),
+        seconds(back),
+        seconds(own_back),
+        load.under_way.load(Ordering::Acquire),
+        load.quarantined.load(Ordering::Acquire),
+        done.len(),
+        lock(&load.failures).values().sum::<usize>(),
+    );
+    let name = target.name();
+    if repaired - struck > Duration::from_millis(600) && during < usual * GOING_ON {
+        load.violation(format!(
+            "{name}: while it was away others did {during:.0} of {usual:.0} requests/s"
+        ));
+    }
+    if back.is_none_or(|back| back > RECOVERY) {
+        load.violation(format!(
+            "{name}: the rate was not back {RECOVERY:?} after the repair"
+        ));
+    }
+    if own_back.is_none_or(|back| back > RECOVERY) {
+        load.violation(format!(
+            "{name}: its own rate was not back {RECOVERY:?} after the repair"
+        ));
+    }
+}
+
+fn report(load: &Load, strikes: usize, judged: usize) {
+    let done = lock(&load.done).len();
+    println!(
+        "{strikes} strikes; {done} requests succeeded, {:.1} GB compared; resources of {judged} \
+         processes judged; {} requests' places could not be proved safe",
+        (done * REQUEST_BYTES) as f64 / 1e9,
+        load.lost.load(Ordering::Acquire),
+    );
+    let mut failures: Vec<_> = lock(&load.failures).clone().into_iter().collect();
+    failures.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+    for (reason, count) in failures {
+        println!("{count:6} failed: {reason}");
+    }
+    if done == 0 {
+        load.violation("no request succeeded".to_owned());
+    }
+}
+
+#[cfg(test)]
+mod checks {
+    use super::*;
+    use fleet::Strike;
+    use load::Done;
+
+    /// What is said of a strike on decode 2 from the third to the fourth second, when each rank did
+    /// so many requests in every tenth of a second; `rates` is asked with the time in seconds.
+    fn judged(rates: impl Fn(f64, usize) -> usize) -> Vec<String> {
+        let load = Load::new(RANKS, Vec::new(), Random::from_seed(1), 1);
+        let begun = Instant::now();
+        let at = |seconds: f64| begun + Duration::from_secs_f64(seconds);
+        for tenth in 0..70 {
+            let seconds = f64::from(tenth) / 10.0;
+            for decode in 0..RANKS {
+                let done = Done {
+                    at: at(seconds),
+                    prefill: 0,
+                    decode,
+                };
+                let count = rates(seconds, decode);
+                lock(&load.done).extend(std::iter::repeat_n(done, count));
+            }
+        }
+        let blow = Blow {
+            target: Target::Rank(RANKS + 2),
+            strike: Strike::Stop,
+            outage: Duration::from_secs(1),
+        };
+        judge(&load, blow, 400.0, at(3.0), at(4.0));
+        lock(&load.violations).clone()
+    }
+
+    #[test]
+    fn a_rate_that_does_not_come_back_in_time_is_told() {
+        let is_away = |seconds: f64, decode: usize, until: f64| {
+            decode == 2 && (3.0..until).contains(&seconds)
+        };
+        let rate = |until: f64| {
+            judged(move |seconds, decode| {
+                if is_away(seconds, decode, until) {
+                    0
+                } else {
+                    10
+                }
+            })
+        };
+        assert_eq!(rate(4.0), [""; 0]);
+        assert_eq!(rate(5.5), [""; 0]);
+        let late = "decode 2: its own rate was not back 2s after the repair";
+        assert_eq!(rate(6.4), [late]);
+        let slow = judged(|seconds, _| if seconds < 4.0 { 10 } else { 6 });
+        assert_eq!(
+            slow,
+            ["decode 2: the rate was not back 2s after the repair"]
+        );
+        let all = judged(|seconds, _| if (3.0..4.0).contains(&seconds) { 1 } else { 10 });
+        let others = "decode 2: while it was away others did 40 of 400 requests/s";
+        assert_eq!(all, [others]);
+    }
+}
