@@ -798,6 +798,8 @@ fn device_memory_of_another_process_is_shared_and_survives_its_death_without_a_l
         assert!(own.contents() == pattern(11), "{kind}");
         peer.signal(Signal::KILL);
         peer.child.wait().unwrap();
+        // What is mapped can still be written to; whether anybody is there is asked for here.
+        eventually("the death is noticed", || !session.is_alive());
         let error = session
             .transfer(Direction::Write, whole, DEADLINE)
             .unwrap_err();
