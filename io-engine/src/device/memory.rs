@@ -469,7 +469,7 @@ impl DeviceMemory {
     }
 
     /// The parts of a range that lie in one allocation each, in order.
-    #[cfg(any(feature = "rdma", test))]
+    #[cfg(test)]
     pub(crate) fn chunks(
         &self,
         offset: ByteOffset,

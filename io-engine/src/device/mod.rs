@@ -12,7 +12,7 @@ mod hip;
 mod library;
 mod memory;
 pub(crate) mod mover;
-#[cfg(any(feature = "rdma", test))]
+#[cfg(test)]
 pub(crate) mod nic;
 mod nic_path;
 pub(crate) mod packed;
