@@ -104,8 +104,8 @@ chaos-programs: cargo
 test-chaos: chaos-programs ## Kills and stops real ranks and the bootstrap server under load for CHAOS_S=120 seconds (FERRY_SEED=n repeats choices)
 	$(or $(CARGO_TARGET_DIR),target)/debug/ferry-chaos
 
-test-links: chaos-programs ## The same between network namespaces whose links are cut, over tcp (LINKS_S=120)
-	CHAOS_S=$${LINKS_S:-120} $(or $(CARGO_TARGET_DIR),target)/debug/ferry-chaos --links
+test-links: chaos-programs ## The same between network namespaces whose links are cut, over tcp (CHAOS_S=120)
+	$(or $(CARGO_TARGET_DIR),target)/debug/ferry-chaos --links
 
 test-rdma: cargo verbs-headers ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
 	tests/rdma-vm/setup.sh

@@ -20,7 +20,7 @@
 
 #define THREADS 2
 #define EVENTS 64
-#define REQUEST_BYTES 4096      /* no request is longer, or comes in two parts */
+#define REQUEST_BYTES 4096      /* of one recv: wrk sends each request as one part */
 #define MAX_BODY 60000
 
 static char answer[MAX_BODY + 256];

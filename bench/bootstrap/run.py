@@ -68,18 +68,11 @@ class Server:
         self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self.base = f"http://127.0.0.1:{self.port}"
         deadline = time.monotonic() + 60
-        while not (name == LIMIT and self.accepts()) and not self.answers():
+        while not self.answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.end()
                 sys.exit(f"{name} does not answer:\n{Path(log.name).read_text()}")
             time.sleep(0.1)
-
-    def accepts(self):
-        try:
-            socket.create_connection(("127.0.0.1", self.port), 1).close()
-        except OSError:
-            return False
-        return True
 
     def answers(self):
         try:

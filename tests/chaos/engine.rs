@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use tests::random::Random;
 use tests::service::{TransferService, memfd};
 use tokio::sync::watch;
 use transfer_actor::api::{Chunk, Indices};
@@ -87,12 +88,8 @@ impl Place {
 
 /// What part `part` of a room holds: never the same in two rooms or parts.
 fn content(room: u64, part: usize, length: usize) -> Vec<u8> {
-    let mut state = room.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ ((part as u64 + 1) << 48);
-    let words = (0..length.div_ceil(8)).flat_map(|_| {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        (mixed ^ (mixed >> 27)).to_le_bytes()
-    });
+    let mut random = Random::from_seed(Random::from_seed(room).word() ^ ((part as u64 + 1) << 48));
+    let words = (0..length.div_ceil(8)).flat_map(|_| random.word().to_le_bytes());
     words.take(length).collect()
 }
 

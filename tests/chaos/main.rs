@@ -21,7 +21,11 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use tests::process::children;
 use tests::random::Random;
+use tokio::runtime::Handle;
+use tokio::signal::unix::{SignalKind, signal};
+use transfer_actor::shutdown::Shutdown;
 
 use deck::{Blow, Deck};
 use engine::{REQUEST_BYTES, lock};
@@ -43,18 +47,12 @@ const GOING_ON: f64 = 0.25;
 /// What a program that a signal has ended says to a shell.
 const INTERRUPTED: u8 = 130;
 
-/// Waits for a signal to end.
+/// Waits for a signal to end, or for the terminal to go away.
 async fn interrupted() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let listen = |kind| signal(kind).expect("signals can be listened to");
-    let (mut interrupt, mut terminate, mut hang_up) = (
-        listen(SignalKind::interrupt()),
-        listen(SignalKind::terminate()),
-        listen(SignalKind::hangup()),
-    );
+    let mut shutdown = Shutdown::listen().expect("signals can be listened to");
+    let mut hang_up = signal(SignalKind::hangup()).expect("signals can be listened to");
     tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
+        _ = shutdown.requested() => {}
         _ = hang_up.recv() => {}
     }
 }
@@ -141,8 +139,8 @@ fn run(duration: Duration, uses_links: bool) -> ExitCode {
     let runtime = handle.recv().expect("the runtime starts");
 
     let ranks: Vec<_> = (0..2 * RANKS).collect();
-    let mut fleet = Fleet::start(folder.path(), network_opt, &transports, &ranks);
-    let load_random = Random::from_seed(random.below(usize::MAX) as u64);
+    let fleet = Fleet::start(folder.path(), network_opt, &transports, &ranks);
+    let load_random = Random::from_seed(random.word());
     let first_room = random.below(1 << 40) as u64;
     let load = Arc::new(Load::new(
         RANKS,
@@ -160,17 +158,20 @@ fn run(duration: Duration, uses_links: bool) -> ExitCode {
         load.start();
     }
 
-    let mut resources = Resources::default();
-    let strikes = strike_for(
-        duration,
-        uses_links,
-        &mut random,
-        &runtime,
-        &load,
-        &mut fleet,
-        &interrupt,
-        &mut resources,
-    );
+    let mut run = Run {
+        fleet,
+        load: Arc::clone(&load),
+        runtime,
+        interrupt: Arc::clone(&interrupt),
+        random,
+        resources: Resources::default(),
+    };
+    let strikes = run.strike_for(duration, uses_links);
+    let Run {
+        mut fleet,
+        resources,
+        ..
+    } = run;
 
     load.is_ending.store(true, Ordering::Release);
     let patience = Instant::now() + Duration::from_secs(60);
@@ -189,9 +190,9 @@ fn run(duration: Duration, uses_links: bool) -> ExitCode {
     }
     drop(end_load);
     loading.join().expect("the load's thread ends");
-    let children = watch::children();
-    if !children.is_empty() {
-        load.violation(format!("children are left: {children}"));
+    let left = children(std::process::id());
+    if !left.is_empty() {
+        load.violation(format!("children are left: {left:?}"));
     }
     let (grown, judged) = resources.grown();
     for what in grown {
@@ -212,70 +213,78 @@ fn run(duration: Duration, uses_links: bool) -> ExitCode {
     ExitCode::FAILURE
 }
 
-#[allow(clippy::too_many_arguments)]
-fn strike_for(
-    duration: Duration,
-    uses_links: bool,
-    random: &mut Random,
-    runtime: &tokio::runtime::Handle,
-    load: &Load,
-    fleet: &mut Fleet,
-    interrupt: &Interrupt,
-    resources: &mut Resources,
-) -> usize {
-    let begun = Instant::now();
-    let mut deck = Deck::new(uses_links);
-    let mut strikes = 0;
-    // The first period is calm: what the load does by itself.
-    let mut calm_from = begun + Duration::from_secs(1);
-    let mut next = begun + PERIOD;
-    let mut usual = 0.0;
-    while interrupt.pause_until(next) {
-        let now = Instant::now();
-        let done = lock(&load.done).clone();
-        let calm = watch::usual_rate(&done, calm_from, now);
-        usual = if strikes == 0 {
-            calm
-        } else {
-            0.8 * usual + 0.2 * calm
-        };
-        for (name, pid) in fleet.pids() {
-            resources.look(&name, pid, now);
+/// What strikes and repairs.
+struct Run {
+    fleet: Fleet,
+    load: Arc<Load>,
+    /// The load's.
+    runtime: Handle,
+    interrupt: Arc<Interrupt>,
+    random: Random,
+    resources: Resources,
+}
+
+impl Run {
+    /// Strikes, repairs and judges until the time is over or an interrupt comes; how often it
+    /// struck.
+    fn strike_for(&mut self, duration: Duration, uses_links: bool) -> usize {
+        let load = &*self.load;
+        let begun = Instant::now();
+        let mut deck = Deck::new(uses_links);
+        let mut strikes = 0;
+        // The first period is calm: what the load does by itself.
+        let mut calm_from = begun + Duration::from_secs(1);
+        let mut next = begun + PERIOD;
+        let mut usual = 0.0;
+        while self.interrupt.pause_until(next) {
+            let now = Instant::now();
+            let done = lock(&load.done).clone();
+            let calm = watch::usual_rate(&done, calm_from, now);
+            usual = if strikes == 0 {
+                calm
+            } else {
+                0.8 * usual + 0.2 * calm
+            };
+            for (name, pid) in self.fleet.pids() {
+                self.resources.look(&name, pid, now);
+            }
+            for wrong in self.fleet.ended() {
+                load.violation(wrong);
+            }
+            let blow = deck.deal(&mut self.random);
+            let Blow {
+                target,
+                strike,
+                outage,
+            } = blow;
+            if now + outage + PERIOD > begun + duration {
+                break;
+            }
+            strikes += 1;
+            let struck = Instant::now();
+            self.fleet.strike(load, target, strike);
+            let goes_on = self.interrupt.pause_until(struck + outage);
+            if let Err(error) = self.fleet.repair(&self.runtime, load, target, strike) {
+                load.violation(format!(
+                    "{} could not be attached again: {error}",
+                    target.name()
+                ));
+                break;
+            }
+            let repaired = Instant::now();
+            next = repaired + PERIOD - outage.min(Duration::from_secs(2));
+            let recovered = goes_on
+                && self
+                    .interrupt
+                    .pause_until(repaired + RECOVERY + Duration::from_millis(600));
+            if !recovered {
+                break;
+            }
+            judge(load, blow, usual, struck, repaired);
+            calm_from = repaired + RECOVERY;
         }
-        for wrong in fleet.ended() {
-            load.violation(wrong);
-        }
-        let blow = deck.deal(random);
-        let Blow {
-            target,
-            strike,
-            outage,
-        } = blow;
-        if now + outage + PERIOD > begun + duration {
-            break;
-        }
-        strikes += 1;
-        let struck = Instant::now();
-        fleet.strike(load, target, strike);
-        let goes_on = interrupt.pause_until(struck + outage);
-        if let Err(error) = fleet.repair(runtime, load, target, strike) {
-            load.violation(format!(
-                "{} could not be attached again: {error}",
-                target.name()
-            ));
-            break;
-        }
-        let repaired = Instant::now();
-        next = repaired + PERIOD - outage.min(Duration::from_secs(2));
-        let recovered =
-            goes_on && interrupt.pause_until(repaired + RECOVERY + Duration::from_millis(600));
-        if !recovered {
-            break;
-        }
-        judge(load, blow, usual, struck, repaired);
-        calm_from = repaired + RECOVERY;
+        strikes
     }
-    strikes
 }
 
 /// Whether the others went on, and whether the rate, and the rank itself, came back.

@@ -7,8 +7,7 @@ use crate::load::Done;
 
 /// A process's use of what must not grow.
 #[derive(Clone, Copy, Debug)]
-struct Sample {
-    at: Instant,
+struct Usage {
     /// Private memory, KiB.
     anonymous_kib: usize,
     threads: usize,
@@ -18,18 +17,17 @@ struct Sample {
 }
 
 /// What a process may use more of at its end than when it was warm.
-const SLACK: Sample4 = Sample4 {
+const SLACK: Usage = Usage {
     anonymous_kib: 24 << 10,
     threads: 6,
     descriptors: 12,
     pools: 2,
 };
 
-struct Sample4 {
-    anonymous_kib: usize,
-    threads: usize,
-    descriptors: usize,
-    pools: usize,
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    at: Instant,
+    usage: Usage,
 }
 
 /// Samples of every process, by name and pid.
@@ -53,13 +51,13 @@ impl Resources {
                 .lines()
                 .find_map(|line| line.strip_prefix("RssAnon:"))?;
             let maps = text("maps")?;
-            Some(Sample {
-                at,
+            let usage = Usage {
                 anonymous_kib: line.split_whitespace().next()?.parse().ok()?,
                 threads: folder("task")?,
                 descriptors: folder("fd")?,
                 pools: maps.lines().filter(|line| line.contains("memfd:")).count(),
-            })
+            };
+            Some(Sample { at, usage })
         };
         if let Some(sample) = sample() {
             self.0
@@ -85,16 +83,17 @@ impl Resources {
                 continue;
             };
             judged += 1;
-            type Use = fn(&Sample) -> usize;
-            let uses: [(&str, Use, usize); 4] = [
-                ("KiB of memory", |of| of.anonymous_kib, SLACK.anonymous_kib),
-                ("threads", |of| of.threads, SLACK.threads),
-                ("descriptors", |of| of.descriptors, SLACK.descriptors),
-                ("mapped pools", |of| of.pools, SLACK.pools),
+            type Part = fn(&Usage) -> usize;
+            let parts: [(&str, Part); 4] = [
+                ("KiB of memory", |of| of.anonymous_kib),
+                ("threads", |of| of.threads),
+                ("descriptors", |of| of.descriptors),
+                ("mapped pools", |of| of.pools),
             ];
-            for (what, of, slack) in uses {
+            for (what, part) in parts {
+                let of = |sample: &Sample| part(&sample.usage);
                 let (then, now) = (of(one).max(of(two)), of(before).min(of(last)));
-                if now > then + slack {
+                if now > then + part(&SLACK) {
                     grown.push(format!(
                         "{name} ({pid}): {then} {what} when warm, {now} at its end"
                     ));
@@ -103,15 +102,6 @@ impl Resources {
         }
         (grown, judged)
     }
-}
-
-/// Processes that this one has started and not waited for.
-pub fn children() -> String {
-    let threads = std::fs::read_dir("/proc/self/task").expect("this process runs");
-    let lists = threads
-        .flatten()
-        .filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
-    lists.collect::<String>().trim().to_owned()
 }
 
 /// Requests per second over the windows of half a second that begin between two instants.
@@ -153,6 +143,8 @@ mod checks {
     use std::io::{BufRead, BufReader, Write};
     use std::process::{Command, Stdio};
 
+    use tests::process::children;
+
     use super::*;
 
     /// Looks at a shell that runs these lines, before and after them as if for twenty seconds each.
@@ -180,7 +172,7 @@ mod checks {
         (0..20).for_each(&mut look);
         run(script);
         (20..40).for_each(&mut look);
-        assert!(children().contains(&pid.to_string()));
+        assert!(children(std::process::id()).contains(&pid));
         drop((input, output));
         shell.wait().expect("it ends with its input");
         let (grown, judged) = resources.grown();
@@ -211,10 +203,12 @@ mod checks {
         let begun = Instant::now();
         let sample = |seconds: u64, more: usize| Sample {
             at: begun + Duration::from_secs(seconds),
-            anonymous_kib: 9000,
-            threads: 10 + more,
-            descriptors: 40,
-            pools: 8 + more,
+            usage: Usage {
+                anonymous_kib: 9000,
+                threads: 10 + more,
+                descriptors: 40,
+                pools: 8 + more,
+            },
         };
         let told = |more: usize| {
             let samples = (0..40).map(|second| sample(second, if second < 20 { 0 } else { more }));

@@ -7,6 +7,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use tests::process::children;
+
 /// A run in an unoptimised build on a busy machine.
 const RUN_TIMEOUT: Duration = Duration::from_secs(180);
 
@@ -389,12 +391,7 @@ impl Kept {
             signal(pid, "KILL");
             panic!("the demo was not up in {RUN_TIMEOUT:?}");
         }
-        let listed = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-        let children = listed.expect("the kernel lists children");
-        let children: Vec<_> = children
-            .split_whitespace()
-            .filter_map(|id| id.parse().ok())
-            .collect();
+        let children = children(pid);
         assert_eq!(
             children.len(),
             5,

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use tests::http::Request;
-use tests::process::{BootstrapServer, program, skip};
+use tests::process::{BootstrapServer, children, program, skip};
 use tests::registrations::{
     registration_body, registration_path, route_body, route_path, topology_path,
 };
@@ -212,15 +212,6 @@ fn an_fdatasync_stands_between_each_put_and_its_200() {
         }
     }
     assert_eq!(found, puts.len(), "{calls:?}");
-}
-
-pub(crate) fn children(pid: u32) -> Vec<u32> {
-    let listed = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-    let listed = listed.expect("the kernel lists children");
-    listed
-        .split_whitespace()
-        .filter_map(|id| id.parse().ok())
-        .collect()
 }
 
 /// Whether strace is there and may trace.

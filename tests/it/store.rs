@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 use tests::http::{Reply, Request};
-use tests::process::{BootstrapServer, program, run_to_end, skip, wait_for};
+use tests::process::{BootstrapServer, children, program, run_to_end, skip, wait_for};
 use tests::registrations::{route_body, route_path, topology_path, with};
 
 const READ_ONLY: &str = "ferry_bootstrap_store_read_only_state";
@@ -311,7 +311,7 @@ fn a_failing_fdatasync_is_never_a_200_and_new_files_follow() {
     });
     assert_eq!(server.send(&Request::get("/v1/health/ready")).status, 200);
     assert_eq!(put(&server, &route_body(2, 1, 41002, 64)).status, 200);
-    let traced = crate::durability::children(server.pid());
+    let traced = children(server.pid());
     traced
         .iter()
         .for_each(|pid| tests::process::signal(*pid, "KILL"));

@@ -49,6 +49,21 @@ pub fn wait_for<T>(what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// The processes that a process has started and not waited for.
+///
+/// # Panics
+/// When it is gone.
+pub fn children(pid: u32) -> Vec<u32> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    // A thread that has just ended has no such file.
+    let lists = threads
+        .flatten()
+        .filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
+    let lists: Vec<_> = lists.collect();
+    let ids = lists.iter().flat_map(|list| list.split_whitespace());
+    ids.filter_map(|id| id.parse().ok()).collect()
+}
+
 /// Sends a signal by its name, for example `TERM`.
 ///
 /// # Panics

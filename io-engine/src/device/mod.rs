@@ -14,6 +14,7 @@ mod memory;
 pub(crate) mod mover;
 #[cfg(test)]
 pub(crate) mod nic;
+#[cfg(test)]
 mod nic_path;
 pub(crate) mod packed;
 pub(crate) mod staging;
@@ -28,7 +29,6 @@ use library::Calls;
 
 pub(crate) use memory::device_by_uuid;
 pub use memory::{DeviceHandles, DeviceMemory};
-pub use nic_path::NicPath;
 pub use staging::{DeviceReport, device_report};
 
 /// One copy; a driver finds out by itself which side is where.

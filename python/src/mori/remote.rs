@@ -72,9 +72,10 @@ impl Remote {
         self.reached.load(Ordering::Acquire) & (1 << reach.class()) != 0
     }
 
-    /// The session that reaches some memory, opened if there is none or the last one has failed. Blocks meanwhile; callers
-    /// that come at the same time wait for the same session. Whether the peer is still there is
-    /// not asked, which would be a system call: a transfer that fails for that ends the session.
+    /// The session that reaches some memory, opened if there is none or the last one has failed.
+    /// Blocks meanwhile; callers that come at the same time wait for the same session. Whether the
+    /// peer is still there is not asked, which would be a system call: a transfer that fails for
+    /// that ends the session.
     pub(crate) fn session(
         &self,
         engine: &Engine,

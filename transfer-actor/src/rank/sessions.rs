@@ -16,9 +16,9 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
 /// A peer that nobody wants to reach any more is forgotten after this time.
 const FORGET_AFTER: Duration = Duration::from_secs(60);
 
-/// Sessions by the key of the peer's engine and what they reach. Each is opened once, on a thread that may block, and
-/// again when it has died; a peer that cannot be reached is tried again only after a while, and
-/// until then fails at once with the last reason.
+/// Sessions by the key of the peer's engine and what they reach. Each is opened once, on a thread
+/// that may block, and again when it has died; a peer that cannot be reached is tried again only
+/// after a while, and until then fails at once with the last reason.
 #[derive(Default)]
 pub(super) struct Sessions(HashMap<(String, Reach), Attempt>);
 

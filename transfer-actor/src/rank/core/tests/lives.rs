@@ -53,6 +53,14 @@ impl Decode {
         )
     }
 
+    /// Room 1 is announced, and the prefill has answered.
+    fn acquainted() -> Self {
+        let mut decode = Self::new();
+        let (registers, _) = decode.begin(1);
+        decode.event(hello(registers[0], "engine"));
+        decode
+    }
+
     fn event(&mut self, event: Event) -> Vec<Effect> {
         let reaction = self.0.handle(event, self.1);
         assert!(reaction.error_opt.is_none(), "{:?}", reaction.error_opt);
@@ -121,9 +129,7 @@ fn generations_are_sent_once_the_prefill_has_answered() {
 
 #[test]
 fn the_exit_of_the_process_that_was_told_frees_its_places() {
-    let mut decode = Decode::new();
-    let (registers, _) = decode.begin(1);
-    decode.event(hello(registers[0], "engine"));
+    let mut decode = Decode::acquainted();
     decode.event(exit(2));
     assert_eq!(decode.view(1).status, RoomStatus::WaitingForInput);
     decode.event(exit(1));
@@ -135,9 +141,7 @@ fn the_exit_of_the_process_that_was_told_frees_its_places() {
 
 #[test]
 fn a_lost_connection_frees_nothing() {
-    let mut decode = Decode::new();
-    let (registers, _) = decode.begin(1);
-    decode.event(hello(registers[0], "engine"));
+    let mut decode = Decode::acquainted();
     decode.event(Event::PeerLost {
         endpoint: prefill_endpoint(0),
         reason: "refused".to_owned(),
@@ -154,9 +158,7 @@ fn a_lost_connection_frees_nothing() {
 
 #[test]
 fn an_exit_proves_nothing_once_another_process_may_have_been_told() {
-    let mut decode = Decode::new();
-    let (registers, _) = decode.begin(1);
-    decode.event(hello(registers[0], "engine"));
+    let mut decode = Decode::acquainted();
     decode.event(Event::PeerLost {
         endpoint: prefill_endpoint(0),
         reason: "refused".to_owned(),
