@@ -19,7 +19,7 @@ use io_engine::{
 
 use rustix::process::Signal;
 
-use crate::peers::{PeerProcess, say_where};
+use crate::peers::{PeerProcess, heard_where, say_where, told_where};
 use crate::support::{
     BYTES, DEADLINE, Random, assert_passes_alone, config, eventually, one_run, random_runs,
     through_the_wire,
@@ -755,8 +755,25 @@ fn peer_process() {
     memory.write(0, &pattern(0));
     let region = memory.register(&engine);
     say_where(&engine, &region);
+    let mut written_to = Vec::new();
     for line in std::io::stdin().lines() {
-        match line.unwrap().as_str() {
+        let line = line.unwrap();
+        if let Some(place) = line.strip_prefix("write ") {
+            let (peer, remote) = heard_where(place);
+            let session = engine.connect(&peer).unwrap();
+            let pair = WritePair {
+                local: region.clone(),
+                remote,
+                runs: one_run(0, 0, BYTES),
+            };
+            let batch = WriteBatch { pairs: vec![pair] };
+            session.transfer(Direction::Write, batch, DEADLINE).unwrap();
+            // It goes on holding what it has mapped.
+            written_to.push(session);
+            println!("said 1");
+            continue;
+        }
+        match line.as_str() {
             "sum" => {
                 let sum: u64 = memory.contents().iter().map(|byte| u64::from(*byte)).sum();
                 println!("said {sum}");
@@ -818,7 +835,7 @@ fn device_memory_of_another_process_is_shared_and_survives_its_death_without_a_l
 
 #[test]
 fn a_region_in_device_memory_is_free_once_its_writer_is_dead_or_has_let_go() {
-    let _turn = Turn::take();
+    let turn = Turn::take();
     let kind = TransportKind::Shm;
     let mut peer = PeerProcess::start_test(kind, "devices::peer_process");
     let engine = Engine::start(config("source", kind)).unwrap();
@@ -843,6 +860,22 @@ fn a_region_in_device_memory_is_free_once_its_writer_is_dead_or_has_let_go() {
         .transfer(Direction::Write, batch, DEADLINE)
         .unwrap_err();
     assert_eq!(error.kind(), TransportErrorKind::NotRegistered, "{error}");
+    // The other way about: the peer writes into memory of this process.
+    let mut peer = PeerProcess::start_test(kind, "devices::peer_process");
+    let live = turn.get("live");
+    let written = Bytes::allocate(Some(DeviceRuntime::Cuda), 0);
+    let region = written.register(&engine);
+    peer.ask(&format!("write {}", told_where(&engine, &region)));
+    assert!(written.contents() == pattern(0));
+    peer.freeze();
+    assert!(
+        !engine.deregister(&region, Duration::from_millis(100)),
+        "a writer that lives and has not let go holds it"
+    );
+    peer.signal(Signal::KILL);
+    assert!(engine.deregister(&region, DEADLINE), "a dead one does not");
+    drop((region, written));
+    eventually("nothing is left of it", || turn.get("live") == live);
 }
 
 /// What an engine of a scripting language registers: pools in device memory, and rows in host

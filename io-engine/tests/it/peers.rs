@@ -46,17 +46,36 @@ fn peer_process() {
 
 /// Tells whoever started this process of its engine and region.
 pub(crate) fn say_where(engine: &Engine, region: &Region) {
+    println!("peer {}", told_where(engine, region));
+}
+
+/// The descriptors of an engine and a region, as a line tells them.
+pub(crate) fn told_where(engine: &Engine, region: &Region) -> String {
     let hex = |bytes: Vec<u8>| {
         bytes
             .iter()
             .map(|byte| format!("{byte:02x}"))
             .collect::<String>()
     };
-    println!(
-        "peer {} {}",
+    format!(
+        "{} {}",
         hex(engine.desc().pack().unwrap()),
         hex(region.desc().pack().unwrap())
-    );
+    )
+}
+
+/// What [`told_where`] told.
+pub(crate) fn heard_where(line: &str) -> (EngineDesc, RemoteRegion) {
+    let (engine, region) = line.split_once(' ').unwrap();
+    let unhex = |text: &str| -> Vec<u8> {
+        (0..text.len())
+            .step_by(2)
+            .map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap())
+            .collect()
+    };
+    let engine = EngineDesc::unpack(&unhex(engine)).unwrap();
+    let region = RemoteRegion::from_desc(&MemoryDesc::unpack(&unhex(region)).unwrap()).unwrap();
+    (engine, region)
 }
 
 pub(crate) struct PeerProcess {
@@ -93,15 +112,7 @@ impl PeerProcess {
             .map(Result::unwrap)
             .find_map(|line| line.split_once("peer ").map(|(_, rest)| rest.to_owned()))
             .expect("the peer says where it is");
-        let (engine, region) = line.split_once(' ').unwrap();
-        let unhex = |text: &str| -> Vec<u8> {
-            (0..text.len())
-                .step_by(2)
-                .map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap())
-                .collect()
-        };
-        let engine = EngineDesc::unpack(&unhex(engine)).unwrap();
-        let region = RemoteRegion::from_desc(&MemoryDesc::unpack(&unhex(region)).unwrap()).unwrap();
+        let (engine, region) = heard_where(&line);
         Self {
             child,
             lines,
@@ -119,7 +130,7 @@ impl PeerProcess {
     }
 
     /// Stops the process and waits until all its threads stand still.
-    fn freeze(&self) {
+    pub(crate) fn freeze(&self) {
         self.signal(Signal::STOP);
         let pid = Pid::from_child(&self.child);
         let stopped = rustix::process::waitpid(Some(pid), WaitOptions::UNTRACED).unwrap();
