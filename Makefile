@@ -107,10 +107,11 @@ test-chaos: chaos-programs ## Kills and stops real ranks and the bootstrap serve
 test-links: chaos-programs ## The same between network namespaces whose links are cut, over tcp (CHAOS_S=120)
 	$(or $(CARGO_TARGET_DIR),target)/debug/ferry-chaos --links
 
-test-rdma: cargo verbs-headers ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
+test-rdma: cargo verbs-headers sglang ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
 	tests/rdma-vm/setup.sh
-	$(RDMA_BUILD) $(CARGO) clippy --package io-engine --package transfer-actor --package demo --package ferry-python \
-	  --features demo/rdma,ferry-python/rdma --all-targets --locked -- -D warnings
+	$(RDMA_BUILD) $(CARGO) clippy --package io-engine --package transfer-actor --package demo --package ferry-python --package tests \
+	  --features demo/rdma,ferry-python/rdma,tests/rdma --all-targets --locked -- -D warnings
+	$(MAKE) --no-print-directory wheel RDMA=1
 	$(RDMA_BUILD) tests/rdma-vm/test.sh $(STAGES)
 
 # rdma-sys makes its bindings with libclang 14: its generator does not know later ones.

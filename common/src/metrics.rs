@@ -50,6 +50,15 @@ pub const DEVICE_PIECES: &str = "ferry_device_pieces_total";
 /// Component actors that died without an answer; label component.
 pub const COMPONENT_PANICS: &str = "ferry_component_panics_total";
 
+/// Bytes that a network device has written or read for this process; label device.
+pub const RDMA_DEVICE_BYTES: &str = "ferry_rdma_device_bytes_total";
+/// Queue pairs of a network device that failed; label device.
+pub const RDMA_DEVICE_FAILURES: &str = "ferry_rdma_device_failures_total";
+/// Queue pairs that failed on a network device and were made again on another; label device.
+pub const RDMA_DEVICE_LEFT: &str = "ferry_rdma_device_left_total";
+/// Ranks that can use a network device now; label device.
+pub const RDMA_DEVICE_UP: &str = "ferry_rdma_device_up_count";
+
 /// HTTP requests at the bootstrap server; labels route, code.
 pub const BOOTSTRAP_REQUESTS: &str = "ferry_bootstrap_requests_total";
 /// Seconds to answer a request; label route.
@@ -105,6 +114,8 @@ pub const LABEL_STATUS: &str = "status";
 pub const LABEL_KIND: &str = "kind";
 /// Label: sent or received.
 pub const LABEL_DIRECTION: &str = "direction";
+/// A network device.
+pub const LABEL_DEVICE: &str = "device";
 /// Label: an engine's namespace at the bootstrap server.
 pub const LABEL_NAMESPACE: &str = "namespace";
 /// Label: an HTTP route's pattern.
@@ -152,6 +163,10 @@ pub const ALL: &[&str] = &[
     DEVICE_BYTES,
     DEVICE_PIECES,
     COMPONENT_PANICS,
+    RDMA_DEVICE_BYTES,
+    RDMA_DEVICE_FAILURES,
+    RDMA_DEVICE_LEFT,
+    RDMA_DEVICE_UP,
     BOOTSTRAP_REQUESTS,
     BOOTSTRAP_REQUEST_SECONDS,
     BOOTSTRAP_CONNECTIONS,

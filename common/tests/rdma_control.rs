@@ -179,9 +179,12 @@ fn a_ferry_tag_survives_and_moris_reader_would_ignore_it() {
     let packed = framed(ControlType::AskMemoryRegion, &ask).unwrap();
     assert_eq!(unpack(body(&packed).1), Ok(ask));
 
-    let retire = Retire { queue_pair: 9 };
+    let retire = Retire {
+        queue_pair: 9,
+        device: 1,
+    };
     let packed = framed(ControlType::Retire, &retire).unwrap();
-    assert_eq!(packed, bytes("02 00000002 91 09"));
+    assert_eq!(packed, bytes("02 00000003 92 09 01"));
     assert_eq!(unpack(body(&packed).1), Ok(retire));
 }
 

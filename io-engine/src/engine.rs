@@ -20,7 +20,7 @@ use crate::fault::{FaultSpec, Faulty};
 use crate::foreign::AnyMemory;
 use crate::offer::Offer;
 use crate::process::EngineProcess;
-use crate::rdma_options::RdmaOptions;
+use crate::rdma_options::{RailReport, RdmaOptions};
 use crate::reach::Reach;
 use crate::region::{Region, RegionKey};
 use crate::session::Session;
@@ -31,7 +31,7 @@ use crate::transport::cma::Cma;
 use crate::transport::copy::{self, CopyQueue};
 use crate::transport::local::Local;
 #[cfg(feature = "rdma")]
-use crate::transport::rdma::{Endpoint, PeerAddress, RailReport, Rails, Rdma, SessionNames};
+use crate::transport::rdma::{Endpoint, PeerAddress, Rails, Rdma, SessionNames};
 use crate::transport::same_host::{self, Connection, Secret};
 use crate::transport::shm::Shm;
 use crate::transport::tcp::{self, Tcp, TcpOptions};
@@ -303,8 +303,11 @@ impl Engine {
             );
         }
         #[cfg(feature = "rdma")]
-        if let (Ok(rails), true) = (&inner.rails, inner.config.rdma.registers_eagerly) {
-            rails.register(&region)?;
+        if let Ok(rails) = &inner.rails {
+            rails.note_memory(region.location());
+            if inner.config.rdma.registers_eagerly {
+                rails.register(&region)?;
+            }
         }
         let mut regions = inner
             .regions
@@ -347,10 +350,12 @@ impl Engine {
     }
 
     /// What the network devices of the `rdma` transport have done; nothing where there are none.
-    #[cfg(feature = "rdma")]
     pub fn rails(&self) -> Vec<RailReport> {
-        let rails = self.inner().rails.as_ref();
-        rails.map_or_else(|_| Vec::new(), |rails| rails.reports())
+        #[cfg(feature = "rdma")]
+        if let Ok(rails) = &self.inner().rails {
+            return rails.reports();
+        }
+        Vec::new()
     }
 
     /// Whether a peer has said over `rdma` that its transfer with this number is in place; true

@@ -32,6 +32,7 @@ mod error;
 mod fault;
 mod foreign;
 mod memory;
+mod nic_map;
 mod offer;
 mod process;
 mod rdma_options;
@@ -55,15 +56,16 @@ pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};
 pub use foreign::{AnyMemory, ForeignMemory};
 pub use memory::Memory;
+pub use nic_map::NicMap;
 pub use process::EngineProcess;
-pub use rdma_options::{DeviceChoice, RdmaOptions, rdma_devices};
+pub use rdma_options::{DeviceChoice, RailReport, RdmaOptions, rdma_devices};
 pub use reach::{PeerSessions, Reach};
 pub use region::{DeviceRuntime, Location, Region, RemoteRegion};
 pub use session::{Direction, Session, WriteBatch, WritePair};
 pub use status::{TransferHandle, TransferResult, Transferred};
 pub use transport::TransportKind;
 #[cfg(feature = "rdma")]
-pub use transport::rdma::{RailReport, verbs};
+pub use transport::rdma::verbs;
 
 /// The way in for fuzz targets.
 #[cfg(fuzzing)]

@@ -5,12 +5,15 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use crate::error::{TransportError, TransportErrorKind};
+use crate::nic_map::NicMap;
 
 /// How the `rdma` transport is set up.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RdmaOptions {
     /// Which network devices are used, in this order.
     pub devices: DeviceChoice,
+    /// Which of them move the bytes of which memory.
+    pub nic_map: NicMap,
     /// Port of each device, from 1.
     pub port: u8,
     /// Place in the port's table of GIDs; otherwise the best is chosen.
@@ -51,6 +54,7 @@ impl Default for RdmaOptions {
     fn default() -> Self {
         Self {
             devices: DeviceChoice::default(),
+            nic_map: NicMap::default(),
             port: 1,
             gid_index_opt: None,
             path_mtu_opt: None,
@@ -98,6 +102,10 @@ impl RdmaOptions {
         let mut options = Self::default();
         if let Some(devices) = variable("MORI_RDMA_DEVICES") {
             options.devices = devices.parse().unwrap_or_default();
+        }
+        if let Some(map) = variable("FERRY_NIC_MAP") {
+            let parsed = map.parse();
+            options.nic_map = parsed.map_err(|error| format!("FERRY_NIC_MAP: {error}"))?;
         }
         options.gid_index_opt = number(&variable, &["MORI_IB_GID_INDEX"], 0, 255)?;
         if let Some(bytes) = number(&variable, &["MORI_IB_PATH_MTU"], 256, 4096)? {
@@ -233,6 +241,21 @@ impl DeviceChoice {
             }
         }
     }
+}
+
+/// What a network device of the `rdma` transport has done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RailReport {
+    /// The device.
+    pub device: String,
+    /// Whether it can be used.
+    pub is_up: bool,
+    /// Bytes that this side wrote or read over it.
+    pub bytes: u64,
+    /// Queue pairs that failed.
+    pub failures: u64,
+    /// Queue pairs that were on it, failed, and were made again on another.
+    pub left: u64,
 }
 
 /// Names of the network devices that this host has for `rdma`. Opens libibverbs.

@@ -11,34 +11,45 @@ ip link set lo up
 case $VM_NETWORK in
   none) ;;
   lo) rdma link add rxe0 type rxe netdev lo ;;
-  veth)
-    # Two devices in one network namespace (rxe works in the first one only) whose packets really
-    # cross a pair: rules that come before the local table send one address to the other over it.
-    ip link add v0 mtu 4200 type veth peer name v1 mtu 4200
-    ip addr add 10.9.0.1/32 dev v0
-    ip addr add 10.9.0.2/32 dev v1
+  veth | rails)
+    # Devices in one network namespace (rxe works in the first one only) whose packets really cross
+    # pairs: rules that come before the local table send one address to the other over its pair.
+    pairs=(v)
+    [[ $VM_NETWORK != rails ]] || pairs+=(w)
     cat > /run/veth-up <<'END'
 #!/usr/bin/env bash
-# Makes the pair's routes; needed again after one of its ends was down.
-ip link set v0 up
-ip link set v1 up
-ip route replace 10.9.0.2/32 dev v0 src 10.9.0.1 table 101
-ip route replace 10.9.0.1/32 dev v1 src 10.9.0.2 table 102
-ip neigh replace 10.9.0.2 lladdr "$(cat /sys/class/net/v1/address)" dev v0 nud permanent
-ip neigh replace 10.9.0.1 lladdr "$(cat /sys/class/net/v0/address)" dev v1 nud permanent
+# veth-up [PAIR]: makes a pair's routes; needed again after one of its ends was down.
+pair=${1:-v} net=10.9.0 table=101
+[[ $pair == v ]] || net=10.9.1 table=103
+ip link set "${pair}0" up
+ip link set "${pair}1" up
+ip route replace $net.2/32 dev "${pair}0" src $net.1 table $table
+ip route replace $net.1/32 dev "${pair}1" src $net.2 table $((table + 1))
+ip neigh replace $net.2 lladdr "$(cat "/sys/class/net/${pair}1/address")" dev "${pair}0" nud permanent
+ip neigh replace $net.1 lladdr "$(cat "/sys/class/net/${pair}0/address")" dev "${pair}1" nud permanent
 END
     chmod 755 /run/veth-up
-    for interface in all v0 v1; do
-      echo 1 > /proc/sys/net/ipv4/conf/$interface/accept_local
-      echo 0 > /proc/sys/net/ipv4/conf/$interface/rp_filter
-    done
-    ip rule add pref 10 iif lo from 10.9.0.1 to 10.9.0.2 lookup 101
-    ip rule add pref 11 iif lo from 10.9.0.2 to 10.9.0.1 lookup 102
+    echo 1 > /proc/sys/net/ipv4/conf/all/accept_local
+    echo 0 > /proc/sys/net/ipv4/conf/all/rp_filter
     ip rule add pref 100 lookup local
     ip rule del pref 0
-    /run/veth-up
-    rdma link add rxe0 type rxe netdev v0
-    rdma link add rxe1 type rxe netdev v1
+    device=0
+    for pair in "${pairs[@]}"; do
+      net=10.9.$((device / 2))
+      ip link add "${pair}0" mtu 4200 type veth peer name "${pair}1" mtu 4200
+      ip addr add $net.1/32 dev "${pair}0"
+      ip addr add $net.2/32 dev "${pair}1"
+      for interface in "${pair}0" "${pair}1"; do
+        echo 1 > "/proc/sys/net/ipv4/conf/$interface/accept_local"
+        echo 0 > "/proc/sys/net/ipv4/conf/$interface/rp_filter"
+      done
+      ip rule add pref $((10 + device)) iif lo from $net.1 to $net.2 lookup $((101 + device))
+      ip rule add pref $((11 + device)) iif lo from $net.2 to $net.1 lookup $((102 + device))
+      /run/veth-up "$pair"
+      rdma link add rxe$device type rxe netdev "${pair}0"
+      rdma link add rxe$((device + 1)) type rxe netdev "${pair}1"
+      device=$((device + 2))
+    done
     ;;
   eth)
     # The machine's own interface, for two machines; VM_ADDRESS is this one's.

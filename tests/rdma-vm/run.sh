@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# run.sh [-t SECONDS] [-m MEMORY] [-c CPUS] [-n none|lo|veth|eth] [-o FOLDER] [-e NAME=VALUE]... PROGRAM [ARGUMENT...]
+# run.sh [-t SECONDS] [-m MEMORY] [-c CPUS] [-n none|lo|veth|rails|eth] [-o FOLDER] [-e NAME=VALUE]... PROGRAM [ARGUMENT...]
 # Boots a Debian kernel with rdma_rxe in QEMU (software emulation) and runs PROGRAM in it.
 # The guest's root is the host's, read-only under a layer that is thrown away, so that every path,
 # library and tool works as it is. What the guest writes to $OUT arrives in FOLDER. Its output comes

@@ -7,19 +7,23 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 cargo=${CARGO:-cargo}
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
-stages=(start transports faults cycles two demo)
+stages=(start transports faults rails cycles two demo sglang)
 [[ $# == 0 ]] || stages=("$@")
 
 "$cargo" build --locked --package bootstrap-server --package transfer-actor --package demo --bins \
   --features demo/rdma
-engine_tests=$("$cargo" test --locked --package io-engine --features rdma --test it --no-run --message-format=json |
-  python3 -c '
+
+# test_program PACKAGE: builds its integration tests; the path.
+test_program() {
+  "$cargo" test --locked --package "$1" --features rdma --test it --no-run --message-format=json | python3 -c '
 import json, sys
 for line in sys.stdin:
     message = json.loads(line)
     if message.get("executable") and message["target"]["name"] == "it":
         print(message["executable"])
-')
+'
+}
+engine_tests=$(test_program io-engine)
 
 # passes COUNT COMMAND...: runs tests of the io engine; a filter that finds fewer of them is an error.
 passes() {
@@ -50,6 +54,11 @@ stage_faults() {
   passes 4 "$here/run.sh" -n veth -t 300 "$engine_tests" --ignored rdma_faults --test-threads 1
 }
 
+# Engines with two devices each, one of which loses its link.
+stage_rails() {
+  passes 3 "$here/run.sh" -n rails -t 200 "$engine_tests" --ignored rdma_rails --test-threads 1
+}
+
 # Alone on a machine, whose objects it counts.
 stage_cycles() {
   passes 1 "$here/run.sh" -n lo -t 400 "$engine_tests" --ignored --exact rdma::ten_thousand_cycles_leave_no_verbs_object
@@ -67,6 +76,22 @@ stage_two() {
 stage_demo() {
   "$here/run.sh" -n lo -t 300 "$target/debug/ferry-demo" --transport rdma --prefill-tp 4 --decode-tp 2 \
     --requests 12 --concurrency 4 --request-timeout 200
+}
+
+# The core of the requests between our ranks and SGLang's own classes, and between those over our
+# Python module; all bytes move over rdma. What has to be skipped is an error.
+stage_sglang() {
+  local program names name tests=() out
+  program=$(test_program tests)
+  names=({ours_to_sglang,sglang_to_ours,sglang_over_our_module}::{a_hybrid_request_in_two_chunks,a_prefix_hit}
+    our_manager_to_itself::a_hybrid_request_in_two_chunks sglang_over_our_module::latent_kv_with_indexer_pages)
+  for name in "${names[@]}"; do tests+=("conformance::requests::$name"); done
+  out=$(mktemp -d)
+  passes ${#names[@]} "$here/run.sh" -n lo -t 600 -o "$out" -e FERRY_TEST_TRANSPORT=rdma \
+    -e "FERRY_PYTHON=${FERRY_PYTHON:?}" -e "FERRY_SGLANG=${FERRY_SGLANG:?}" -e FERRY_SKIP_LOG=/run/out/skipped \
+    "$program" --test-threads 2 --exact "${tests[@]}"
+  if [[ -s $out/skipped ]]; then cat "$out/skipped" >&2; return 1; fi
+  rm -r "$out"
 }
 
 for stage in "${stages[@]}"; do

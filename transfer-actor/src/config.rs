@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use io_engine::{FaultSpec, TransportKind};
+use io_engine::{FaultSpec, NicMap, TransportKind};
 use zmtp::PushOptions;
 
 use crate::rank::Timeouts;
@@ -76,6 +76,9 @@ pub struct ServeConfig {
     /// Transports that may be used, in the order of choice: local, shm, cma, rdma (if it was built with it), tcp.
     #[arg(long, value_name = "NAMES", env = "FERRY_TRANSPORTS", value_delimiter = ',', default_values_t = TransportKind::ALL)]
     pub transports: Vec<TransportKind>,
+    /// Network devices of rdma by where memory is, for example cuda:0=mlx5_0,cuda:1=mlx5_1+mlx5_2,numa:0=mlx5_3,host=mlx5_4; elsewhere those of the same NUMA node, or all.
+    #[arg(long, value_name = "MAP", env = "FERRY_NIC_MAP", default_value_t = NicMap::default())]
+    pub nic_map: NicMap,
     /// Believes the pid and addresses of peers that are no Ferry engines, for the cma transport.
     #[arg(long, env = "FERRY_CMA_TRUST_DESCRIPTORS")]
     pub cma_trust_descriptors: bool,

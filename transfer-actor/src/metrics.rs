@@ -30,6 +30,10 @@ pub struct TransferMetrics {
     pub(crate) peers: IntGaugeVec,
     pub(crate) ranks: IntGaugeVec,
     pub(crate) component_panics: IntCounterVec,
+    pub(crate) device_bytes: IntCounterVec,
+    pub(crate) device_failures: IntCounterVec,
+    pub(crate) device_left: IntCounterVec,
+    pub(crate) device_up: IntGaugeVec,
 }
 
 /// What the io engine counts for the whole process, read when somebody asks.
@@ -267,6 +271,26 @@ impl TransferMetrics {
                 names::COMPONENT_PANICS,
                 "component actors that died without an answer",
                 &[component],
+            )?,
+            device_bytes: counter(
+                names::RDMA_DEVICE_BYTES,
+                "bytes written or read over a network device",
+                &[names::LABEL_DEVICE],
+            )?,
+            device_failures: counter(
+                names::RDMA_DEVICE_FAILURES,
+                "queue pairs of a network device that failed",
+                &[names::LABEL_DEVICE],
+            )?,
+            device_left: counter(
+                names::RDMA_DEVICE_LEFT,
+                "queue pairs that failed on a network device and were made again on another",
+                &[names::LABEL_DEVICE],
+            )?,
+            device_up: gauge(
+                names::RDMA_DEVICE_UP,
+                "ranks that can use a network device",
+                &[names::LABEL_DEVICE],
             )?,
         })
     }

@@ -5,7 +5,7 @@
 //! u8 type | u32 body bytes, big-endian | body: a msgpack array
 //! 0 RegEndpoint      [engine key, [local topo, remote topo], device, endpoint, nic rank, rail]
 //! 1 AskMemoryRegion  [engine key, device, region id, [address, lkey, rkey, bytes]]
-//! 2 Retire           [queue pair number]; between Ferry engines only
+//! 2 Retire           [queue pair number, device]; between Ferry engines only
 //! ```
 //! A reply has the form of its request. Readers are as lenient as MoRI's: older releases end
 //! earlier (four or five elements of RegEndpoint, two of a topo), extra elements are kept apart. A
@@ -199,8 +199,10 @@ pub struct AskMemoryRegion {
 /// Request and reply that end a queue pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Retire {
-    /// Number of the queue pair at who is asked.
+    /// Number of the queue pair at who is asked. Each device counts for itself.
     pub queue_pair: u32,
+    /// Its device, as the answer to [`RegEndpoint`] said.
+    pub device: i32,
 }
 
 /// What a Ferry engine adds: `["FRY1", token, region key, mtu, refusal, instance]`.
@@ -427,14 +429,14 @@ impl<'de> Deserialize<'de> for AskMemoryRegion {
 
 impl Serialize for Retire {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        [self.queue_pair].serialize(serializer)
+        (self.queue_pair, self.device).serialize(serializer)
     }
 }
 
 impl<'de> Deserialize<'de> for Retire {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let [queue_pair] = Deserialize::deserialize(deserializer)?;
-        Ok(Self { queue_pair })
+        let (queue_pair, device) = Deserialize::deserialize(deserializer)?;
+        Ok(Self { queue_pair, device })
     }
 }
 

@@ -14,5 +14,7 @@ mod rdma_faults;
 mod rdma_handshake;
 #[cfg(feature = "rdma")]
 mod rdma_hosts;
+#[cfg(feature = "rdma")]
+mod rdma_rails;
 mod refusals;
 mod support;

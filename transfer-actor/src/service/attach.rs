@@ -296,6 +296,7 @@ fn take_memory(
     engine_config.cma_trust_descriptors = config.cma_trust_descriptors;
     engine_config.fault_opt = config.inject_fault.clone();
     engine_config.rdma = RdmaOptions::from_environment()?;
+    engine_config.rdma.nic_map = config.nic_map.clone();
     let engine = Engine::start(engine_config).map_err(|error| format!("the io engine: {error}"))?;
     let (buffers, regions) = register_buffers(&engine, &request.layout, layout, &pools)?;
     Ok((engine, buffers, regions))

@@ -122,6 +122,16 @@ pub(crate) struct Owed {
     error: TransportError,
 }
 
+impl Owed {
+    /// Gives the death of the peer as the reason for what its memory's keys were refused for.
+    pub(crate) fn explain_by(&mut self, death_opt: Option<&TransportError>) {
+        if let (Some(death), TransportErrorKind::NotRegistered) = (death_opt, self.error.kind()) {
+            let text = format!("{death} ({})", self.error);
+            self.error = TransportError::quiesced(TransportErrorKind::PeerDead, text);
+        }
+    }
+}
+
 /// What is to be told when the lock is free.
 #[derive(Default)]
 struct News {

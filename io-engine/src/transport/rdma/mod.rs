@@ -7,6 +7,7 @@
 //! requests  ranges to work requests
 //! poller    a completion thread
 //! rail      a network device
+//! affinity  which of them are near to an engine's memory
 //! control, server   the handshake, on the side that asks and on the other
 //! verbs     the objects of libibverbs, safely; the only part with unsafe code
 //! ```
@@ -14,6 +15,7 @@
 //! on. A queue pair that was stopped and drained writes nothing any more: so failures carry the
 //! proof. A region that is deregistered cannot be written into by anybody.
 
+mod affinity;
 mod control;
 mod endpoint;
 mod notifications;
@@ -34,7 +36,6 @@ use crate::transport::{Transport, TransportKind};
 
 pub(crate) use control::PeerAddress;
 pub(crate) use endpoint::Endpoint;
-pub use rail::RailReport;
 pub(crate) use rail::Rails;
 pub(crate) use session::{Session, SessionNames};
 

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{TransportError, TransportErrorKind};
-use crate::rdma_options::{RdmaOptions, rdma_devices};
-use crate::region::Region;
+use crate::rdma_options::{RailReport, RdmaOptions, rdma_devices};
+use crate::region::{Location, Region};
+use crate::transport::rdma::affinity::{Affinity, node_of, own_node};
 use crate::transport::rdma::endpoint::Endpoint;
 use crate::transport::rdma::notifications::Notifications;
 use crate::transport::rdma::poller::Poller;
@@ -17,19 +18,6 @@ use crate::transport::rdma::verbs::{
 
 /// Messages that a peer may send before one is taken.
 const RECEIVES: u32 = 128;
-
-/// What a rail has done.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RailReport {
-    /// The device.
-    pub device: String,
-    /// Whether it can be used.
-    pub is_up: bool,
-    /// Bytes that this side wrote or read over it.
-    pub bytes: u64,
-    /// Queue pairs that failed.
-    pub failures: u64,
-}
 
 /// One network device.
 pub(crate) struct Rail {
@@ -46,6 +34,7 @@ pub(crate) struct Rail {
     regions: Mutex<HashMap<u32, Arc<MemoryRegion>>>,
     bytes: AtomicU64,
     failures: AtomicU64,
+    left: AtomicU64,
 }
 
 /// How a rail is reached now.
@@ -77,6 +66,7 @@ impl Rail {
             regions: Mutex::default(),
             bytes: AtomicU64::new(0),
             failures: AtomicU64::new(0),
+            left: AtomicU64::new(0),
         });
         for (number, poller) in rail.pollers.iter().enumerate() {
             // One of them hears what happens to the device.
@@ -192,6 +182,11 @@ impl Rail {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// A queue pair that failed was made again on another rail.
+    pub(crate) fn count_left(&self) {
+        self.left.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Something happened to the device.
     pub(crate) fn heard(&self, event: AsyncEvent) {
         let device = self.device.name();
@@ -242,6 +237,10 @@ pub(crate) struct Rails {
     pub(crate) options: RdmaOptions,
     pub(crate) notifications: Arc<Notifications>,
     next: AtomicUsize,
+    affinity: Affinity,
+    /// Names and NUMA nodes of the devices.
+    nodes: Vec<(String, Option<u32>)>,
+    own_node_opt: Option<u32>,
 }
 
 impl Rails {
@@ -272,7 +271,12 @@ impl Rails {
         if rails.is_empty() {
             return Err(none(refused.join("; ")));
         }
+        let nodes = rails.iter().map(|rail| rail.device.name());
+        let nodes = nodes.map(|name| (name.to_owned(), node_of(name))).collect();
         Ok(Self {
+            affinity: Affinity::default(),
+            nodes,
+            own_node_opt: own_node(),
             rails,
             options: options.clone(),
             notifications: Arc::default(),
@@ -285,9 +289,20 @@ impl Rails {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The rail that is `number`th among those that are up.
+    /// An engine has memory there.
+    pub(crate) fn note_memory(&self, location: Location) {
+        let map = &self.options.nic_map;
+        self.affinity
+            .note(map, location, &self.nodes, self.own_node_opt);
+    }
+
+    /// The rail that is `number`th among those that are up and near to the engine's memory; among
+    /// all that are up, if no near one is.
     pub(crate) fn pick(&self, number: usize) -> Result<&Arc<Rail>, TransportError> {
-        let up: Vec<_> = self.rails.iter().filter(|rail| rail.is_up()).collect();
+        let mut up: Vec<_> = self.rails.iter().filter(|rail| rail.is_up()).collect();
+        if up.iter().any(|rail| self.affinity.is_near(rail.place)) {
+            up.retain(|rail| self.affinity.is_near(rail.place));
+        }
         let place = number.checked_rem(up.len());
         place
             .and_then(|place| up.get(place).copied())
@@ -342,6 +357,7 @@ impl Rails {
             is_up: rail.is_up(),
             bytes: rail.bytes.load(Ordering::Relaxed),
             failures: rail.failures.load(Ordering::Relaxed),
+            left: rail.left.load(Ordering::Relaxed),
         };
         self.rails.iter().map(report).collect()
     }

@@ -27,13 +27,13 @@ const MOST_OF_A_CONNECTION: usize = 256;
 /// Queue pairs that a connection has made; they are destroyed before it is closed, so that its end
 /// proves theirs.
 #[derive(Default)]
-struct Accepted(Vec<(u32, Arc<Endpoint>)>);
+struct Accepted(Vec<(Retire, Arc<Endpoint>)>);
 
 impl Accepted {
     /// Destroys one of them.
-    fn retire(&mut self, queue_pair: u32) {
-        self.0.retain(|(number, endpoint)| {
-            let stays = *number != queue_pair;
+    fn retire(&mut self, asked: Retire) {
+        self.0.retain(|(name, endpoint)| {
+            let stays = *name != asked;
             if !stays {
                 // The completion thread may hold it, too.
                 endpoint.destroy();
@@ -145,7 +145,7 @@ impl Answerer<'_> {
             ControlType::Retire => {
                 let asked: Retire = unpack(body).map_err(io::Error::other)?;
                 // Destroyed before the answer: nothing comes in over it any more.
-                accepted.retire(asked.queue_pair);
+                accepted.retire(asked);
                 Ok((packed(kind, &asked)?, true))
             }
         }
@@ -228,12 +228,12 @@ impl Answerer<'_> {
             endpoint.destroy();
             return Err(TransportError::closed_session());
         }
+        let device = i32::try_from(rail.place).unwrap_or(0);
         match asked.tag_opt {
-            Some(_) => accepted.0.push((queue_pair, endpoint)),
+            Some(_) => accepted.0.push((Retire { queue_pair, device }, endpoint)),
             // MoRI says no goodbye: it stays until the engine ends, or the oldest makes room.
             None => self.engine.keep_foreign(endpoint),
         }
-        let device = i32::try_from(rail.place).unwrap_or(0);
         Ok(RegEndpoint {
             engine_key: self.engine.key().to_owned(),
             local: asked.local,

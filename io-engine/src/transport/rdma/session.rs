@@ -25,7 +25,7 @@ use crate::transport::queue::{PIECE_BYTES, Taken};
 use crate::transport::rdma::control::{ControlClient, PeerAddress, check_refusal};
 use crate::transport::rdma::endpoint::{Ended, Endpoint, Owner, Route, requests_of};
 use crate::transport::rdma::notifications::Notification;
-use crate::transport::rdma::rail::Rails;
+use crate::transport::rdma::rail::{Rail, Rails};
 use crate::transport::rdma::requests::{Lane, PairKeys};
 use crate::transport::rdma::verbs::{Gid, Link, Mtu, RetryPolicy, Verb};
 use crate::transport::{BatchQueue, Piece};
@@ -80,6 +80,9 @@ struct Known {
     keys: MemoryKeys,
     /// What it was asked for with.
     region_key_opt: Option<RegionKey>,
+    /// The peer's device has refused some keys: new batches ask again. What is queued goes on with
+    /// these, so that a refusal is that of the region which it is about.
+    is_doubted: bool,
 }
 
 /// The place of one queue pair.
@@ -87,11 +90,14 @@ struct Slot {
     /// With the number of the peer's device.
     endpoint_opt: Option<(Arc<Endpoint>, i32)>,
     /// The peer's queue pair that is to be ended.
-    retired_opt: Option<u32>,
+    retired_opt: Option<Retire>,
     /// Told when that has ended.
     ended: Vec<Ended>,
-    peer_number: u32,
+    /// What the peer calls the queue pair.
+    peer_name: Retire,
     failures: u32,
+    /// The rail of the last queue pair that failed.
+    failed_rail_opt: Option<Arc<Rail>>,
     made: Instant,
     due: Instant,
 }
@@ -109,8 +115,9 @@ impl Session {
                 endpoint_opt: None,
                 retired_opt: None,
                 ended: Vec::new(),
-                peer_number: 0,
+                peer_name: Retire::default(),
                 failures: 0,
+                failed_rail_opt: None,
                 made: now,
                 due: now,
             })
@@ -230,16 +237,19 @@ impl Session {
         let _ = (&self.wake).write(&1u64.to_ne_bytes());
     }
 
-    /// Posts pieces, one queue pair after the other, for as long as one has room.
+    /// Posts pieces, one queue pair after the other, for as long as one has room. Those on a device
+    /// whose port is down get none while another could take them.
     pub(crate) fn pump(&self) {
         let mut piece = Piece::default();
+        let mut lanes = self.lanes().into_iter();
+        let is_one_up = lanes.any(|(endpoint, _)| endpoint.rail().is_up());
         let first = self.next_slot.fetch_add(1, Ordering::Relaxed);
         let mut idle = 0;
         let mut step = 0;
         while idle < self.slots.len() {
             let place = (first + step) % self.slots.len();
             step += 1;
-            match self.post_one(place, &mut piece) {
+            match self.post_one(place, is_one_up, &mut piece) {
                 true => idle = 0,
                 false => idle += 1,
             }
@@ -247,7 +257,7 @@ impl Session {
     }
 
     /// Whether a piece was taken.
-    fn post_one(&self, place: usize, piece: &mut Piece) -> bool {
+    fn post_one(&self, place: usize, is_one_up: bool, piece: &mut Piece) -> bool {
         let endpoint_opt = self
             .slots
             .get(place)
@@ -255,7 +265,7 @@ impl Session {
         let Some((endpoint, peer_device)) = endpoint_opt else {
             return false;
         };
-        if !endpoint.has_room() {
+        if !endpoint.has_room() || (is_one_up && !endpoint.rail().is_up()) {
             return false;
         }
         let Taken::Piece { job, status, .. } = self.queue.take(piece, Some(Duration::ZERO)) else {
@@ -348,7 +358,7 @@ impl Session {
                 lanes.all(|(endpoint, device)| {
                     known
                         .get(&(*device, pair.remote.id))
-                        .is_some_and(|known| known.fits(&pair.remote))
+                        .is_some_and(|known| known.fits(&pair.remote) && !known.is_doubted)
                         && endpoint.rail().registered(pair.local.id()).is_some()
                 })
             })
@@ -377,7 +387,8 @@ impl Session {
             return;
         }
         let endpoint = slot.endpoint_opt.take();
-        slot.retired_opt = Some(slot.peer_number);
+        slot.failed_rail_opt = endpoint.as_ref().map(|(it, _)| Arc::clone(it.rail()));
+        slot.retired_opt = Some(slot.peer_name);
         slot.ended.push(ended);
         if slot.made.elapsed() >= WORKED {
             slot.failures = 0;
@@ -387,10 +398,8 @@ impl Session {
         drop(endpoint);
         if error.kind() == TransportErrorKind::NotRegistered {
             // The peer may have registered its memory anew.
-            self.keys
-                .write()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clear();
+            let mut keys = self.keys.write().unwrap_or_else(PoisonError::into_inner);
+            keys.values_mut().for_each(|known| known.is_doubted = true);
         }
         if self.failure().is_none() {
             tracing::warn!(peer = self.names.peer_key, %error, "a queue pair failed");
@@ -498,7 +507,10 @@ impl Session {
         {
             let mut slot = lock(slot);
             slot.endpoint_opt = Some((Arc::clone(&endpoint), answer.device));
-            slot.peer_number = answer.endpoint.queue_pair;
+            slot.peer_name = Retire {
+                queue_pair: answer.endpoint.queue_pair,
+                device: answer.device,
+            };
             slot.made = Instant::now();
         }
         // Only now can it fail: the failure of one that has no place yet would be nobody's, and the
@@ -544,6 +556,7 @@ impl Session {
         let known = Known {
             keys: told.keys,
             region_key_opt,
+            is_doubted: false,
         };
         let mut keys = self.keys.write().unwrap_or_else(PoisonError::into_inner);
         if told.keys.length > 0 {
@@ -579,7 +592,7 @@ impl Session {
                 let is_known = {
                     let keys = self.keys.read().unwrap_or_else(PoisonError::into_inner);
                     let known = keys.get(&(device, pair.remote.id));
-                    known.is_some_and(|known| known.fits(&pair.remote))
+                    known.is_some_and(|known| known.fits(&pair.remote) && !known.is_doubted)
                 };
                 if !is_known {
                     let (id, key_opt) = (pair.remote.id, pair.remote.key_opt);
@@ -635,7 +648,16 @@ impl Session {
             .collect();
         let is_owed = ended.iter().any(|ended| !ended.owed.is_empty());
         let is_proved = is_owed && self.is_ferry && client.finish();
-        let pairs: Vec<_> = ended.into_iter().map(|it| it.tell(is_proved)).collect();
+        // A peer that dies loses its memory before its queue pairs: a refusal was of that.
+        let death = self.failure();
+        let death_opt = death.filter(|error| error.kind() == TransportErrorKind::PeerDead);
+        let told = |mut it: Ended| {
+            it.owed
+                .iter_mut()
+                .for_each(|owed| owed.explain_by(death_opt.as_ref()));
+            it.tell(is_proved)
+        };
+        let pairs: Vec<_> = ended.into_iter().map(told).collect();
         drop(pairs);
     }
 
@@ -643,12 +665,12 @@ impl Session {
     fn retire(&self, client: &mut ControlClient) -> Result<(), TransportError> {
         let mut pairs = Vec::new();
         for slot in &self.slots {
-            let Some(queue_pair) = lock(slot).retired_opt else {
+            let Some(retired) = lock(slot).retired_opt else {
                 continue;
             };
             // MoRI has no word for it.
             if self.is_ferry {
-                let _: Retire = client.ask(ControlType::Retire, &Retire { queue_pair })?;
+                let _: Retire = client.ask(ControlType::Retire, &retired)?;
             }
             let ended = {
                 let mut slot = lock(slot);
@@ -721,11 +743,7 @@ impl Session {
         }
         match self.make_endpoint(client, place) {
             Ok(()) => {
-                tracing::info!(
-                    peer = self.names.peer_key,
-                    place,
-                    "a queue pair was made again"
-                );
+                self.say_made_again(slot, place);
                 self.pump();
                 Ok(None)
             }
@@ -739,6 +757,35 @@ impl Session {
                 }
                 Ok(Some(slot.due))
             }
+        }
+    }
+
+    fn say_made_again(&self, slot: &Mutex<Slot>, place: usize) {
+        let (failed_opt, made_opt) = {
+            let mut slot = lock(slot);
+            let made = slot.endpoint_opt.as_ref();
+            let made_opt = made.map(|(endpoint, _)| Arc::clone(endpoint.rail()));
+            (slot.failed_rail_opt.take(), made_opt)
+        };
+        let (Some(failed), Some(made)) = (failed_opt, made_opt) else {
+            return;
+        };
+        let (peer, from, to) = (
+            &self.names.peer_key,
+            failed.device().name(),
+            made.device().name(),
+        );
+        if Arc::ptr_eq(&failed, &made) {
+            tracing::info!(peer, place, device = to, "a queue pair was made again");
+        } else {
+            failed.count_left();
+            tracing::warn!(
+                peer,
+                place,
+                from,
+                to,
+                "a queue pair was moved to another device"
+            );
         }
     }
 

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use common::wire::KvPoll;
-use io_engine::TransportKind;
+use io_engine::{RailReport, TransportKind};
 
 use crate::metrics::TransferLabels;
 use crate::rank::actor::RankActor;
@@ -115,6 +115,34 @@ impl RankActor {
         self.last_census = census;
         self.sessions.tidy(Instant::now());
         self.publish_sessions(self.sessions.count());
+        self.publish_rails(false);
+    }
+
+    /// What the engine's network devices have done since the last time.
+    pub(super) fn publish_rails(&mut self, is_last: bool) {
+        let rails = self.engine.rails();
+        for (at, rail) in rails.iter().enumerate() {
+            let before = self.last_rails.get(at);
+            let was = |count: fn(&RailReport) -> u64| before.map_or(0, count);
+            let device = [rail.device.as_str()];
+            let metrics = &self.metrics;
+            let counts = [
+                (&metrics.device_bytes, rail.bytes - was(|it| it.bytes)),
+                (
+                    &metrics.device_failures,
+                    rail.failures - was(|it| it.failures),
+                ),
+                (&metrics.device_left, rail.left - was(|it| it.left)),
+            ];
+            for (counter, more) in counts {
+                counter.with_label_values(&device).inc_by(more);
+            }
+            let is_up = i64::from(rail.is_up && !is_last);
+            let was_up = i64::from(before.is_some_and(|it| it.is_up));
+            let gauge = metrics.device_up.with_label_values(&device);
+            gauge.add(is_up - was_up);
+        }
+        self.last_rails = if is_last { Vec::new() } else { rails };
     }
 
     pub(super) fn publish_sessions(&mut self, sessions: [i64; TransportKind::ALL.len()]) {

@@ -13,7 +13,7 @@ use actix::prelude::*;
 use common::ids::{ByteOffset, Endpoint, Generation, Room};
 use common::wire::{ControlMessage, EngineDesc, FerryTrailer, Frame, KvPoll, Register, Release};
 use futures::FutureExt;
-use io_engine::{Engine, TransportKind};
+use io_engine::{Engine, RailReport, TransportKind};
 use tokio::sync::mpsc;
 
 use crate::api::{RoomStatus, RoomView};
@@ -97,6 +97,7 @@ pub(crate) struct RankActor {
     pub(super) last_census: [usize; 5],
     waiters: HashMap<Room, Vec<Waiter>>,
     last_sessions: [i64; TransportKind::ALL.len()],
+    last_rails: Vec<RailReport>,
     /// Messages on their way to the kernel.
     sending: usize,
     malformed_log: LogLimit,
@@ -138,6 +139,7 @@ impl RankActor {
             last_census: [0; 5],
             waiters: HashMap::new(),
             last_sessions: [0; TransportKind::ALL.len()],
+            last_rails: Vec::new(),
             sending: 0,
             malformed_log: LogLimit::default(),
         }
@@ -587,6 +589,7 @@ impl Actor for RankActor {
                 .sub(before as i64);
         }
         self.publish_sessions([0; TransportKind::ALL.len()]);
+        self.publish_rails(true);
         // The thread is this rank's own; its control socket closes with it, so that peers notice.
         Arbiter::current().stop();
     }
