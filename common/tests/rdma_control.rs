@@ -3,7 +3,7 @@
 use common::wire::MemoryLocation;
 use common::wire::rdma_control::{
     AskMemoryRegion, ControlTag, ControlType, EndpointHandle, HEADER_BYTES, MAX_BODY_BYTES,
-    MemoryKeys, RegEndpoint, Retire, TopoKey, framed, parse_header, unpack,
+    MemoryKeys, MemoryPart, RegEndpoint, Retire, TopoKey, framed, parse_header, unpack,
 };
 
 fn bytes(hex: &str) -> Vec<u8> {
@@ -161,6 +161,7 @@ fn a_ferry_tag_survives_and_moris_reader_would_ignore_it() {
         path_mtu: 5,
         refusal: "no".to_owned(),
         instance: vec![3; 16],
+        ..ControlTag::default()
     });
     let packed = framed(ControlType::RegEndpoint, &message).unwrap();
     let plain = bytes(REG_ENDPOINT);
@@ -177,7 +178,33 @@ fn a_ferry_tag_survives_and_moris_reader_would_ignore_it() {
         ..AskMemoryRegion::default()
     };
     let packed = framed(ControlType::AskMemoryRegion, &ask).unwrap();
-    assert_eq!(unpack(body(&packed).1), Ok(ask));
+    assert_eq!(unpack(body(&packed).1), Ok(ask.clone()));
+
+    // Of device memory in two pieces; older engines take the elements before.
+    let part = |bytes, remote_key| MemoryPart { bytes, remote_key };
+    let told = AskMemoryRegion {
+        tag_opt: Some(ControlTag {
+            parts: vec![part(1 << 21, 7), part(4096, u32::MAX)],
+            reads_back: true,
+            ..ControlTag::default()
+        }),
+        ..ask
+    };
+    let packed = framed(ControlType::AskMemoryRegion, &told).unwrap();
+    let tail = bytes("92 92 ce00200000 07 92 cd1000 ceffffffff c3");
+    assert!(packed.ends_with(&tail), "{packed:02x?}");
+    assert_eq!(unpack(body(&packed).1), Ok(told));
+    for broken in [
+        "91 92 01 00 c3",
+        "91 91 01 c3",
+        "91 92 01 cf0000000100000000 c3",
+        "90 01",
+    ] {
+        let mut wrong = packed[..packed.len() - tail.len()].to_vec();
+        wrong.extend(bytes(broken));
+        let is_sound = unpack::<AskMemoryRegion>(&wrong[HEADER_BYTES..]).is_ok();
+        assert_eq!(is_sound, broken == "91 92 01 00 c3", "{broken}");
+    }
 
     let retire = Retire {
         queue_pair: 9,

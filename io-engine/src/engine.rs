@@ -18,7 +18,7 @@ use common::wire::EngineDesc;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::fault::{FaultSpec, Faulty};
 use crate::foreign::AnyMemory;
-use crate::offer::Offer;
+use crate::offer::{DeviceOffer, Offer};
 use crate::process::EngineProcess;
 use crate::rdma_options::{RailReport, RdmaOptions};
 use crate::reach::Reach;
@@ -305,8 +305,22 @@ impl Engine {
         #[cfg(feature = "rdma")]
         if let Ok(rails) = &inner.rails {
             rails.note_memory(region.location());
-            if inner.config.rdma.registers_eagerly {
-                rails.register(&region)?;
+            match (region.is_on_device(), inner.config.rdma.registers_eagerly) {
+                // Tried at once, so that peers are told before they choose a transport.
+                (true, _) => {
+                    if let Err(error) = rails.register(&region) {
+                        tracing::warn!(
+                            region = id,
+                            label,
+                            %error,
+                            "the network devices do not reach this device memory: rdma is passed \
+                             over, and peers take the next transport in their order"
+                        );
+                        region.note_unreachable(error.to_string());
+                    }
+                }
+                (false, true) => rails.register(&region)?,
+                (false, false) => {}
             }
         }
         let mut regions = inner
@@ -373,11 +387,17 @@ impl Engine {
     /// [`TransportErrorKind::NoCommonTransport`] when none does, with why for each.
     pub fn connect(&self, remote: &EngineDesc) -> Result<Session, TransportError> {
         let offer = Offer::of(remote)?;
-        let device_opt = offer.and_then(|offer| offer.device_opt);
+        let theirs_opt = offer.and_then(|offer| offer.device_opt);
+        let own_opt = self.inner().device_offer();
+        let some = |why: String| (!why.is_empty()).then_some(Cow::Owned(why));
         let reach = Reach {
-            is_local_on_device: self.inner().device_offer().is_some(),
-            is_remote_on_device: device_opt.is_some(),
-            unshared_opt: device_opt.filter(|why| !why.is_empty()).map(Cow::Owned),
+            is_local_on_device: own_opt.is_some(),
+            is_remote_on_device: theirs_opt.is_some(),
+            local_unreachable_opt: own_opt.and_then(|own| some(own.unreachable)),
+            remote_unreachable_opt: theirs_opt
+                .as_ref()
+                .and_then(|theirs| some(theirs.unreachable.clone())),
+            unshared_opt: theirs_opt.and_then(|theirs| some(theirs.unshared)),
         };
         self.connect_for(remote, &reach, &[])
     }
@@ -496,16 +516,17 @@ impl EngineInner {
     }
 
     /// What peers are told of regions in device memory; `None` when there are none.
-    fn device_offer(&self) -> Option<String> {
-        let regions = self.regions();
-        let mut memories = regions
+    fn device_offer(&self) -> Option<DeviceOffer> {
+        let mut regions = self.regions();
+        regions.retain(Region::is_on_device);
+        let mut unshared = regions
             .iter()
-            .filter_map(|region| region.memory().device())
-            .peekable();
-        memories.peek()?;
-        let refusals = memories.filter_map(|memory| memory.check_exportable().err());
-        let mut reasons = refusals.map(|error| error.to_string());
-        Some(reasons.next().unwrap_or_default())
+            .filter_map(|region| region.memory().unshared());
+        let mut unreachable = regions.iter().filter_map(Region::unreachable);
+        (!regions.is_empty()).then(|| DeviceOffer {
+            unshared: unshared.next().unwrap_or_default(),
+            unreachable: unreachable.next().unwrap_or_default().to_owned(),
+        })
     }
 
     pub(crate) fn is_shut_down(&self) -> bool {

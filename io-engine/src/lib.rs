@@ -48,8 +48,8 @@ mod transport;
 // In the signatures below, so that a caller needs no other crate for them.
 pub use common::ids::{ByteLen, ByteOffset};
 pub use device::{
-    DeviceHandles, DeviceMemory, DeviceReport, device_count, device_drivers, device_report,
-    set_device_library,
+    DeviceHandles, DeviceMemory, DeviceReport, NicPath, device_count, device_drivers,
+    device_report, set_device_library,
 };
 pub use engine::{Engine, EngineConfig};
 pub use error::{TransportError, TransportErrorKind};

@@ -8,7 +8,7 @@ use crate::transport::TransportKind;
 
 /// What a Ferry engine offers. Packed as `["FRY1", [transport, ...], tcp port, name of the
 /// abstract Unix socket, instance]`, and of an engine with regions in device memory also why `shm` cannot
-/// share it, or `""`; more elements may follow.
+/// share it, or `""`, and why its network devices do not reach it, or `""`; more elements may follow.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Offer {
     pub transports: Vec<String>,
@@ -16,8 +16,17 @@ pub(crate) struct Offer {
     pub unix_name: String,
     /// Random; it tells this start of the engine from every other.
     pub instance: [u8; 16],
-    /// Whether regions are in device memory, and if so, why `shm` cannot share it (nothing: it can).
-    pub device_opt: Option<String>,
+    /// Set when regions are in device memory.
+    pub device_opt: Option<DeviceOffer>,
+}
+
+/// Why an engine's device memory cannot be reached.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DeviceOffer {
+    /// By other processes of the host; empty: it can.
+    pub unshared: String,
+    /// By its network devices; empty: it can, or it has none.
+    pub unreachable: String,
 }
 
 impl Offer {
@@ -31,7 +40,10 @@ impl Offer {
             self.unix_name.as_str().into(),
             rmpv::Value::Binary(self.instance.to_vec()),
         ];
-        elements.extend(self.device_opt.as_deref().map(rmpv::Value::from));
+        if let Some(device) = &self.device_opt {
+            elements.push(device.unshared.as_str().into());
+            elements.push(device.unreachable.as_str().into());
+        }
         rmpv::Value::Array(elements)
     }
 
@@ -56,6 +68,7 @@ impl Offer {
 
     fn parse(elements: &[rmpv::Value]) -> Option<Self> {
         let transports = elements.get(1)?.as_array()?.iter();
+        let text = |place: usize| Some(elements.get(place)?.as_str()?.to_owned());
         Some(Self {
             transports: transports
                 .filter_map(|kind| kind.as_str().map(str::to_owned))
@@ -63,9 +76,10 @@ impl Offer {
             tcp_port: u16::try_from(elements.get(2)?.as_u64()?).ok()?,
             unix_name: elements.get(3)?.as_str()?.to_owned(),
             instance: elements.get(4)?.as_slice()?.try_into().ok()?,
-            device_opt: elements
-                .get(5)
-                .and_then(|reason| reason.as_str().map(str::to_owned)),
+            device_opt: text(5).map(|unshared| DeviceOffer {
+                unshared,
+                unreachable: text(6).unwrap_or_default(),
+            }),
         })
     }
 
@@ -104,7 +118,10 @@ mod tests {
         let packed = desc(vec![1.into(), foreign, offer().pack()]);
         assert_eq!(Offer::of(&packed), Ok(Some(offer())));
         let on_device = Offer {
-            device_opt: Some("the driver refused".to_owned()),
+            device_opt: Some(DeviceOffer {
+                unshared: "the driver refused".to_owned(),
+                unreachable: "so did the network device".to_owned(),
+            }),
             ..offer()
         };
         let packed = desc(vec![on_device.pack()]);

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use crate::device::NicPath;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::nic_map::NicMap;
 
@@ -14,6 +15,9 @@ pub struct RdmaOptions {
     pub devices: DeviceChoice,
     /// Which of them move the bytes of which memory.
     pub nic_map: NicMap,
+    /// In which ways a network device is let into device memory, in this order; empty: the order of
+    /// the device's vendor.
+    pub device_memory: Vec<NicPath>,
     /// Port of each device, from 1.
     pub port: u8,
     /// Place in the port's table of GIDs; otherwise the best is chosen.
@@ -55,6 +59,7 @@ impl Default for RdmaOptions {
         Self {
             devices: DeviceChoice::default(),
             nic_map: NicMap::default(),
+            device_memory: Vec::new(),
             port: 1,
             gid_index_opt: None,
             path_mtu_opt: None,
@@ -106,6 +111,12 @@ impl RdmaOptions {
         if let Some(map) = variable("FERRY_NIC_MAP") {
             let parsed = map.parse();
             options.nic_map = parsed.map_err(|error| format!("FERRY_NIC_MAP: {error}"))?;
+        }
+        if let Some(paths) = variable("FERRY_RDMA_DEVICE_MEMORY") {
+            let paths = paths.split(',').map(|path| path.trim().parse());
+            let paths = paths.collect::<Result<_, String>>();
+            options.device_memory =
+                paths.map_err(|error| format!("FERRY_RDMA_DEVICE_MEMORY: {error}"))?;
         }
         options.gid_index_opt = number(&variable, &["MORI_IB_GID_INDEX"], 0, 255)?;
         if let Some(bytes) = number(&variable, &["MORI_IB_PATH_MTU"], 256, 4096)? {
@@ -313,8 +324,11 @@ mod tests {
             ("MORI_RDMA_SL", "3"),
             ("MORI_IO_CP_TIMEOUT_MS", "250"),
             ("MORI_IO_QP_MAX_SGE", ""),
+            ("FERRY_RDMA_DEVICE_MEMORY", "peer-memory, dma-buf"),
         ])
         .unwrap();
+        let paths = [NicPath::PeerMemory, NicPath::DmaBuf];
+        assert_eq!(options.device_memory, paths);
         assert_eq!(options.devices.to_string(), "^rxe0");
         assert_eq!(options.gid_index_opt, Some(3));
         assert_eq!(options.path_mtu_opt, Some(2048));
@@ -333,5 +347,10 @@ mod tests {
             let error = read(&[(name, value)]).unwrap_err();
             assert!(error.starts_with(&format!("{name}={value}")), "{error}");
         }
+        let error = read(&[("FERRY_RDMA_DEVICE_MEMORY", "dma_buf")]).unwrap_err();
+        assert!(
+            error.starts_with("FERRY_RDMA_DEVICE_MEMORY: \"dma_buf\""),
+            "{error}"
+        );
     }
 }

@@ -20,6 +20,10 @@ pub struct Reach {
     pub(crate) is_remote_on_device: bool,
     /// Why memory of the peer's cannot be mapped here; `None` when it can, or nothing is known.
     pub(crate) unshared_opt: Option<Cow<'static, str>>,
+    /// Why network devices do not reach memory of this side.
+    pub(crate) local_unreachable_opt: Option<Cow<'static, str>>,
+    /// Why the peer's do not reach memory of the peer's.
+    pub(crate) remote_unreachable_opt: Option<Cow<'static, str>>,
 }
 
 impl Reach {
@@ -29,6 +33,8 @@ impl Reach {
             is_local_on_device: local.is_on_device(),
             is_remote_on_device: remote.is_known_on_device(),
             unshared_opt: remote.unshared_opt.clone(),
+            local_unreachable_opt: unreachable(local),
+            remote_unreachable_opt: remote.unreachable_opt.clone(),
         }
     }
 
@@ -37,25 +43,33 @@ impl Reach {
         locals: impl IntoIterator<Item = &'a Region>,
         remotes: impl IntoIterator<Item = &'a MemoryDesc>,
     ) -> Self {
-        let mut reach = Self {
-            is_local_on_device: locals.into_iter().any(Region::is_on_device),
-            ..Self::default()
-        };
+        let mut reach = Self::default();
+        for local in locals.into_iter().filter(|local| local.is_on_device()) {
+            reach.is_local_on_device = true;
+            if reach.local_unreachable_opt.is_none() {
+                reach.local_unreachable_opt = unreachable(local);
+            }
+        }
         for desc in remotes {
             let place = region::told_place(desc);
             reach.is_remote_on_device |= place.is_on_device;
             if reach.unshared_opt.is_none() {
                 reach.unshared_opt = place.unshared();
             }
+            if reach.remote_unreachable_opt.is_none() {
+                reach.remote_unreachable_opt = place.unreachable();
+            }
         }
         reach
     }
 
-    /// A number below 8 that is the same for reaches that take the same transport.
+    /// A number below 32 that is the same for reaches that take the same transport.
     pub fn class(&self) -> u8 {
         u8::from(self.is_local_on_device)
             | u8::from(self.is_remote_on_device) << 1
             | u8::from(self.unshared_opt.is_some()) << 2
+            | u8::from(self.local_unreachable_opt.is_some()) << 3
+            | u8::from(self.remote_unreachable_opt.is_some()) << 4
     }
 
     /// Why a transport cannot serve it.
@@ -66,20 +80,32 @@ impl Reach {
                 why,
             ))
         };
-        match (kind, &self.unshared_opt) {
-            (TransportKind::Local | TransportKind::Tcp, _) | (TransportKind::Shm, None) => Ok(()),
-            (TransportKind::Shm, Some(why)) => {
-                none(format!("the peer's memory is not shared: {why}"))
-            }
-            (TransportKind::Cma | TransportKind::Rdma, _) if self.is_local_on_device => {
+        match kind {
+            TransportKind::Local | TransportKind::Tcp => Ok(()),
+            TransportKind::Shm => match &self.unshared_opt {
+                None => Ok(()),
+                Some(why) => none(format!("the peer's memory is not shared: {why}")),
+            },
+            TransportKind::Cma if self.is_local_on_device => {
                 none("it does not reach this engine's device memory".to_owned())
             }
-            (TransportKind::Cma | TransportKind::Rdma, _) if self.is_remote_on_device => {
+            TransportKind::Cma if self.is_remote_on_device => {
                 none("it does not reach the peer's device memory".to_owned())
             }
-            (TransportKind::Cma | TransportKind::Rdma, _) => Ok(()),
+            TransportKind::Cma => Ok(()),
+            TransportKind::Rdma => {
+                match (&self.local_unreachable_opt, &self.remote_unreachable_opt) {
+                    (Some(why), _) => none(format!("this engine's memory: {why}")),
+                    (None, Some(why)) => none(format!("the peer's memory: {why}")),
+                    (None, None) => Ok(()),
+                }
+            }
         }
     }
+}
+
+fn unreachable(local: &Region) -> Option<Cow<'static, str>> {
+    local.unreachable().map(|why| Cow::Owned(why.to_owned()))
 }
 
 /// Open sessions to one peer's engine: one for each [`Reach`], the same where it takes the same
@@ -177,6 +203,13 @@ mod tests {
             ..desc(device, &[])
         };
         assert_eq!(passed_over(&[foreign]), []);
+        let far = desc(device, &["cuda", "", "no dma-buf"]);
+        assert_eq!(passed_over(std::slice::from_ref(&far)), [Cma]);
+        #[cfg(feature = "rdma")]
+        {
+            let why = Reach::between(None, &[far]).check(TransportKind::Rdma);
+            assert!(why.unwrap_err().to_string().contains("no dma-buf"));
+        }
         let why = Reach::between(None, &[refused]).check(Shm).unwrap_err();
         assert!(why.to_string().contains("no export"), "{why}");
     }

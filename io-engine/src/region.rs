@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use common::ids::{ByteLen, ByteOffset};
@@ -99,6 +99,8 @@ struct Registered {
     label: Arc<str>,
     engine_key: Arc<str>,
     owner_instance: [u8; 16],
+    /// Why network devices do not reach it.
+    unreachable: OnceLock<String>,
     gate: Mutex<Gate>,
     drained: Condvar,
 }
@@ -129,6 +131,7 @@ impl Region {
             label: label.into(),
             engine_key: Arc::clone(engine_key),
             owner_instance,
+            unreachable: OnceLock::new(),
             gate: Mutex::default(),
             drained: Condvar::new(),
         })))
@@ -194,17 +197,23 @@ impl Region {
         }
     }
 
-    /// `["FRY1", key, place, why no other process can map it]`, without what goes without saying.
+    /// `["FRY1", key, place, why no other process can map it, why network devices do not reach it]`,
+    /// without what goes without saying.
     fn tag(&self, names_host: bool) -> rmpv::Value {
         let key = rmpv::Value::Binary(self.0.key.0.to_vec());
         let mut tag = vec![TAG_MAGIC.into(), key];
         let unshared_opt = self.0.memory.unshared();
         match self.location() {
+            // A host's is always reached by its network devices.
             Location::Host if !names_host && unshared_opt.is_none() => {}
             Location::Host => tag.push(HOST_TAG.into()),
             Location::Device { runtime, .. } => tag.push(runtime.name().into()),
         }
-        tag.extend(unshared_opt.map(rmpv::Value::from));
+        let unreachable_opt = self.unreachable();
+        if unshared_opt.is_some() || unreachable_opt.is_some() {
+            tag.push(unshared_opt.unwrap_or_default().into());
+        }
+        tag.extend(unreachable_opt.map(rmpv::Value::from));
         rmpv::Value::Array(tag)
     }
 
@@ -223,6 +232,18 @@ impl Region {
             device_id,
             ..desc
         }
+    }
+
+    /// Why network devices do not reach it; `None` when they do, or nobody has tried.
+    pub(crate) fn unreachable(&self) -> Option<&str> {
+        self.0.unreachable.get().map(String::as_str)
+    }
+
+    /// Notes it; the first reason stays.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn note_unreachable(&self, why: String) {
+        // Nobody tries twice.
+        let _ = self.0.unreachable.set(why);
     }
 
     /// Copies bytes out of the region.
@@ -348,6 +369,8 @@ pub struct RemoteRegion {
     pub(crate) location: Location,
     /// Why it cannot be mapped here, as its owner says.
     pub(crate) unshared_opt: Option<Cow<'static, str>>,
+    /// Why its owner's network devices do not reach it, as that says.
+    pub(crate) unreachable_opt: Option<Cow<'static, str>>,
 }
 
 /// What a descriptor's tag says of where memory is.
@@ -358,6 +381,7 @@ pub(crate) struct ToldPlace<'a> {
     /// anything.
     pub(crate) is_on_device: bool,
     unshared_opt: Option<&'a str>,
+    unreachable_opt: Option<&'a str>,
 }
 
 impl ToldPlace<'_> {
@@ -369,6 +393,11 @@ impl ToldPlace<'_> {
             true => Cow::Borrowed(CALLERS_OWN),
             false => Cow::Owned(why.to_owned()),
         })
+    }
+
+    /// Why its owner's network devices do not reach it.
+    pub(crate) fn unreachable(&self) -> Option<Cow<'static, str>> {
+        self.unreachable_opt.map(|why| Cow::Owned(why.to_owned()))
     }
 }
 
@@ -385,6 +414,7 @@ pub(crate) fn told_place(desc: &MemoryDesc) -> ToldPlace<'_> {
         name_opt,
         is_on_device: tag_opt.is_some() && is_called_a_devices && name_opt != Some(HOST_TAG),
         unshared_opt: text(3).filter(|why| !why.is_empty()),
+        unreachable_opt: text(4).filter(|why| !why.is_empty()),
     }
 }
 
@@ -429,6 +459,7 @@ impl RemoteRegion {
             key_opt,
             location,
             unshared_opt: place.unshared(),
+            unreachable_opt: place.unreachable(),
         })
     }
 

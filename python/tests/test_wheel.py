@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,17 @@ def test_the_readme_runs_in_an_empty_environment(python, tmp_path):
 def test_the_wheel_runs_on_every_python_of_a_manylinux_platform():
     (wheel,) = Path(os.environ["FERRY_WHEELS"]).glob("pd_ferry-*.whl")
     assert re.fullmatch(r"pd_ferry-[\d.]+-cp310-abi3-manylinux_2_\d+_x86_64\.whl", wheel.name)
+
+
+def test_the_wheel_needs_no_driver_of_devices_or_network_devices(tmp_path):
+    (wheel,) = Path(os.environ["FERRY_WHEELS"]).glob("pd_ferry-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if re.search(r"\.so(\.\d+)*$", name)]
+        archive.extractall(tmp_path)
+    # What providers and drivers bring is never bundled, either.
+    assert names == ["ferry/_ferry.abi3.so"]
+    needed = subprocess.run(
+        ["ldd", tmp_path / names[0]], check=True, capture_output=True, text=True
+    ).stdout
+    assert "libc.so" in needed
+    assert not re.search(r"verbs|rdmacm|mlx|cuda|hip|hsa|rocm", needed, re.IGNORECASE), needed

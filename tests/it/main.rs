@@ -16,6 +16,7 @@ mod dashboards;
 mod demo;
 mod durability;
 mod hostile;
+mod libraries;
 mod scale;
 mod service;
 mod store;

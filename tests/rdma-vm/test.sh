@@ -12,6 +12,7 @@ stages=(start transports faults rails cycles two demo sglang)
 
 "$cargo" build --locked --package bootstrap-server --package transfer-actor --package demo --bins \
   --features demo/rdma
+"$cargo" build --locked --package device-stand-in
 
 # test_program PACKAGE: builds its integration tests; the path.
 test_program() {
@@ -33,16 +34,20 @@ passes() {
   (( ${output:-0} >= least )) || { echo "$least tests were to pass, not ${output:-0}" >&2; return 1; }
 }
 
-# It starts where no libibverbs is, because it names none and opens it when it is needed.
+# They start where no libibverbs and no driver of devices is, because they name none and open it when
+# it is needed.
 stage_start() {
-  local program
-  for program in "$engine_tests" "$target/debug/transfer-actor" "$target/debug/ferry-demo"; do
-    if ldd "$program" | grep -E 'verbs|rdmacm'; then
-      echo "$program needs libibverbs to start" >&2
+  local program module needed
+  module=$("${FERRY_PYTHON:?}" -c 'import ferry._ferry; print(ferry._ferry.__file__)')
+  for program in "$engine_tests" "$target"/debug/{transfer-actor,bootstrap-server,ferry-demo} "$module"; do
+    needed=$(ldd "$program")
+    grep -q 'libc\.so' <<< "$needed"
+    if grep -iE 'verbs|rdmacm|mlx|cuda|hip|hsa|rocm' <<< "$needed"; then
+      echo "$program needs this to start" >&2
       return 1
     fi
   done
-  "$here/run.sh" -n none -t 200 "$here/starts.sh" "$target/debug"
+  "$here/run.sh" -n none -t 200 "$here/starts.sh" "$target/debug" "$FERRY_PYTHON"
 }
 
 # Every test that is about all transports, and those of rdma alone.
@@ -72,26 +77,37 @@ stage_two() {
     rdma_hosts::a_peer_that_loses_its_power_fails_what_is_under_way_without_a_proof
 }
 
-# Ranks of two engines in processes of their own, TP 4 to 2; fails unless every byte is verified.
+# Device memory is that of the stand-in for a driver, which lets the kernel reach it by its address,
+# as a module of a real driver does; soft-RoCE takes no dma-bufs.
+on_device=(-e "FERRY_CUDA_LIBRARY=$target/debug/libdevice_stand_in.so" -e FERRY_STAND_IN=peer_memory=1)
+
+# Ranks of two engines in processes of their own, TP 4 to 2, with pools of either kind; fails unless
+# every byte is verified.
 stage_demo() {
-  "$here/run.sh" -n lo -t 300 "$target/debug/ferry-demo" --transport rdma --prefill-tp 4 --decode-tp 2 \
-    --requests 12 --concurrency 4 --request-timeout 200
+  local memory
+  for memory in host device; do
+    "$here/run.sh" -n lo -t 300 "${on_device[@]}" "$target/debug/ferry-demo" --transport rdma --memory $memory \
+      --prefill-tp 4 --decode-tp 2 --requests 12 --concurrency 4 --request-timeout 200
+  done
 }
 
 # The core of the requests between our ranks and SGLang's own classes, and between those over our
-# Python module; all bytes move over rdma. What has to be skipped is an error.
+# Python module; all bytes move over rdma, in and out of both kinds of memory. What has to be skipped
+# is an error.
 stage_sglang() {
-  local program names name tests=() out
+  local program names name tests=() out memory
   program=$(test_program tests)
   names=({ours_to_sglang,sglang_to_ours,sglang_over_our_module}::{a_hybrid_request_in_two_chunks,a_prefix_hit}
     our_manager_to_itself::a_hybrid_request_in_two_chunks sglang_over_our_module::latent_kv_with_indexer_pages)
   for name in "${names[@]}"; do tests+=("conformance::requests::$name"); done
-  out=$(mktemp -d)
-  passes ${#names[@]} "$here/run.sh" -n lo -t 600 -o "$out" -e FERRY_TEST_TRANSPORT=rdma \
-    -e "FERRY_PYTHON=${FERRY_PYTHON:?}" -e "FERRY_SGLANG=${FERRY_SGLANG:?}" -e FERRY_SKIP_LOG=/run/out/skipped \
-    "$program" --test-threads 2 --exact "${tests[@]}"
-  if [[ -s $out/skipped ]]; then cat "$out/skipped" >&2; return 1; fi
-  rm -r "$out"
+  for memory in host device; do
+    out=$(mktemp -d)
+    passes ${#names[@]} "$here/run.sh" -n lo -t 600 -o "$out" "${on_device[@]}" -e FERRY_TEST_MEMORY=$memory \
+      -e FERRY_TEST_TRANSPORT=rdma -e "FERRY_PYTHON=${FERRY_PYTHON:?}" -e "FERRY_SGLANG=${FERRY_SGLANG:?}" \
+      -e FERRY_SKIP_LOG=/run/out/skipped "$program" --test-threads 2 --exact "${tests[@]}"
+    if [[ -s $out/skipped ]]; then cat "$out/skipped" >&2; return 1; fi
+    rm -r "$out"
+  done
 }
 
 for stage in "${stages[@]}"; do

@@ -205,7 +205,17 @@ pub struct Retire {
     pub device: i32,
 }
 
-/// What a Ferry engine adds: `["FRY1", token, region key, mtu, refusal, instance]`.
+/// A piece of a region that has a key of its own; it follows those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryPart {
+    /// Bytes.
+    pub bytes: u64,
+    /// What a peer's work requests carry.
+    pub remote_key: u32,
+}
+
+/// What a Ferry engine adds: `["FRY1", token, region key, mtu, refusal, instance]`, and of a
+/// region in device memory also `[[bytes, rkey], ...]` and whether to read after writing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ControlTag {
     /// The operator's secret; empty for none.
@@ -220,18 +230,31 @@ pub struct ControlTag {
     pub refusal: String,
     /// In a request, which start of the engine is meant; empty for any.
     pub instance: Vec<u8>,
+    /// In a reply, the pieces of a region, if there are several.
+    pub parts: Vec<MemoryPart>,
+    /// In a reply, whether what is written there is only sure to be seen after a read.
+    pub reads_back: bool,
 }
 
 impl ControlTag {
     fn to_value(&self) -> rmpv::Value {
-        rmpv::Value::Array(vec![
+        let mut elements = vec![
             TAG_MAGIC.into(),
             rmpv::Value::Binary(self.token.clone()),
             rmpv::Value::Binary(self.region_key.clone()),
             self.path_mtu.into(),
             self.refusal.as_str().into(),
             rmpv::Value::Binary(self.instance.clone()),
-        ])
+        ];
+        if !self.parts.is_empty() || self.reads_back {
+            let parts = self
+                .parts
+                .iter()
+                .map(|part| rmpv::Value::Array(vec![part.bytes.into(), part.remote_key.into()]));
+            elements.push(rmpv::Value::Array(parts.collect()));
+            elements.push(self.reads_back.into());
+        }
+        rmpv::Value::Array(elements)
     }
 
     /// The tag among the extra elements; an error when it is broken.
@@ -241,8 +264,24 @@ impl ControlTag {
             .filter_map(rmpv::Value::as_array)
             .find(|elements| elements.first().and_then(rmpv::Value::as_str) == Some(TAG_MAGIC));
         let Some(elements) = tag else { return Ok(None) };
+        let part = |part: &rmpv::Value| match part.as_array()?.as_slice() {
+            [bytes, key] => Some(MemoryPart {
+                bytes: bytes.as_u64()?,
+                remote_key: u32::try_from(key.as_u64()?).ok()?,
+            }),
+            _ => None,
+        };
         let parse = || {
+            let parts = match elements.get(6) {
+                Some(parts) => parts.as_array()?.iter().map(part).collect::<Option<_>>()?,
+                None => Vec::new(),
+            };
             Some(Self {
+                parts,
+                reads_back: match elements.get(7) {
+                    Some(reads_back) => reads_back.as_bool()?,
+                    None => false,
+                },
                 token: elements.get(1)?.as_slice()?.to_vec(),
                 region_key: elements.get(2)?.as_slice()?.to_vec(),
                 path_mtu: u8::try_from(elements.get(3)?.as_u64()?).ok()?,

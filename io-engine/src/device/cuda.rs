@@ -17,6 +17,13 @@ const NAMES: [&CStr; 2] = [c"libcuda.so.1", c"libcuda.so"];
 
 const NOT_SUPPORTED: c_int = 801;
 
+/// The attribute that says who sees a network device's writes without more.
+#[cfg(feature = "rdma")]
+const RDMA_WRITES_ORDERING: c_int = 118;
+/// Its value from which on the device itself does.
+#[cfg(feature = "rdma")]
+const SEEN_BY_OWNER: c_int = 100;
+
 type Words = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
 type CopyAsync = unsafe extern "C" fn(u64, u64, usize, u64) -> c_int;
 type CopyBatch = unsafe extern "C" fn(
@@ -77,6 +84,8 @@ pub(super) struct Cuda {
     /// Since CUDA 12.8.
     copy_batch_opt: Option<CopyBatch>,
     batches_are_refused: AtomicBool,
+    #[cfg(feature = "rdma")]
+    device_attribute_opt: Option<unsafe extern "C" fn(*mut c_int, c_int, c_int) -> c_int>,
     /// Each device's own context, retained for good.
     contexts: Mutex<HashMap<u32, u64>>,
 }
@@ -97,6 +106,8 @@ impl Cuda {
                 copy_async: library.call(c"cuMemcpyAsync")?,
                 copy_rows: library.call(c"cuMemcpy2DAsync_v2")?,
                 copy_batch_opt: library.call(c"cuMemcpyBatchAsync").ok(),
+                #[cfg(feature = "rdma")]
+                device_attribute_opt: library.call(c"cuDeviceGetAttribute").ok(),
                 batches_are_refused: AtomicBool::new(false),
                 contexts: Mutex::default(),
             }
@@ -228,6 +239,23 @@ impl Runtime for Cuda {
             0 => Ok(()),
             code => Err(code),
         }
+    }
+
+    #[cfg(feature = "rdma")]
+    fn needs_read_back(&self, device: u32) -> bool {
+        let Some(attribute) = self.device_attribute_opt else {
+            return true;
+        };
+        let (mut handle, mut ordering) = (0, 0);
+        let ordinal = c_int::try_from(device).unwrap_or(c_int::MAX);
+        // SAFETY: both calls write one int, which lives for their length.
+        let codes = unsafe {
+            [
+                (self.calls.device)(&mut handle, ordinal),
+                attribute(&mut ordering, RDMA_WRITES_ORDERING, handle),
+            ]
+        };
+        codes != [0, 0] || ordering < SEEN_BY_OWNER
     }
 
     fn import(&self, descriptor: c_int) -> Result<u64, (&'static str, c_int)> {

@@ -117,6 +117,12 @@ impl Runtime for Hip {
         }
     }
 
+    /// HIP has no attribute for it.
+    #[cfg(feature = "rdma")]
+    fn needs_read_back(&self, _device: u32) -> bool {
+        true
+    }
+
     /// ROCm took a pointer to the descriptor until some 7.x and takes its number, like CUDA, since.
     /// The pointer is tried first: as a number it is no descriptor, but the number taken for a
     /// pointer would be a fault.

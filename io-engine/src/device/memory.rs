@@ -17,8 +17,9 @@ use crate::error::{TransportError, TransportErrorKind};
 use crate::memory;
 use crate::region::{DeviceRuntime, Location};
 
-/// Bytes of a device's memory. Peers reach them by `local`, `shm` (where the driver exports them)
-/// and `tcp`. Clones share it. The processor cannot read it: see [`DeviceMemory::read`].
+/// Bytes of a device's memory. Peers reach them by `local`, `shm` (where the driver exports them),
+/// `rdma` (where the network device is let in) and `tcp`. Clones share it. The processor cannot read
+/// it: see [`DeviceMemory::read`].
 #[derive(Clone)]
 pub struct DeviceMemory(Arc<Held>);
 
@@ -394,6 +395,24 @@ impl DeviceMemory {
         mover::write(self, offset.get(), bytes)
     }
 
+    /// Whether what a network device writes here is only sure to be seen after a read, as far as
+    /// the driver says.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn needs_read_back(&self) -> bool {
+        let device = self.0.device;
+        device.runtime.needs_read_back(device.number())
+    }
+
+    /// Waits for an event of the driver.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn wait_for(&self, event: u64) -> Result<(), TransportError> {
+        let device = self.0.device;
+        let _entered = device.enter()?;
+        // SAFETY: whoever gave the event said that it lives.
+        let code = unsafe { (device.calls().wait)(event) };
+        device.check("waiting for an event", code)
+    }
+
     /// Tells it from every other pool of the process.
     pub(crate) fn id(&self) -> u64 {
         self.0.id
@@ -469,7 +488,7 @@ impl DeviceMemory {
     }
 
     /// The parts of a range that lie in one allocation each, in order.
-    #[cfg(test)]
+    #[cfg(any(feature = "rdma", test))]
     pub(crate) fn chunks(
         &self,
         offset: ByteOffset,

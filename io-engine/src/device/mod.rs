@@ -12,9 +12,8 @@ mod hip;
 mod library;
 mod memory;
 pub(crate) mod mover;
-#[cfg(test)]
+#[cfg(any(feature = "rdma", test))]
 pub(crate) mod nic;
-#[cfg(test)]
 mod nic_path;
 pub(crate) mod packed;
 pub(crate) mod staging;
@@ -29,6 +28,7 @@ use library::Calls;
 
 pub(crate) use memory::device_by_uuid;
 pub use memory::{DeviceHandles, DeviceMemory};
+pub use nic_path::NicPath;
 pub use staging::{DeviceReport, device_report};
 
 /// One copy; a driver finds out by itself which side is where.
@@ -67,6 +67,10 @@ pub(crate) trait Runtime: Send + Sync {
     fn current(&self) -> Result<u64, c_int>;
     /// Makes a device, or what was current before, current in the calling thread.
     fn set_current(&self, context: u64) -> Result<(), c_int>;
+    /// Whether a network device's writes into a device's memory are only sure to be seen there after
+    /// a read; true where the driver does not say.
+    #[cfg(feature = "rdma")]
+    fn needs_read_back(&self, device: u32) -> bool;
     /// A handle of a descriptor that was exported; the descriptor stays the caller's.
     fn import(&self, descriptor: c_int) -> Result<u64, (&'static str, c_int)>;
     /// Begins copies in a stream, in as few calls as the driver has.

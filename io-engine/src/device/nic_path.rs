@@ -7,7 +7,7 @@ use crate::region::DeviceRuntime;
 
 /// A way into a device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NicPath {
+pub enum NicPath {
     /// The driver exports the range as a dma-buf.
     DmaBuf,
     /// The network device's driver asks a module of the device's for the address.
@@ -16,10 +16,10 @@ pub(crate) enum NicPath {
 
 impl NicPath {
     /// Both.
-    pub(crate) const ALL: [Self; 2] = [Self::DmaBuf, Self::PeerMemory];
+    pub const ALL: [Self; 2] = [Self::DmaBuf, Self::PeerMemory];
 
     /// What it is called in options and messages.
-    const fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::DmaBuf => "dma-buf",
             Self::PeerMemory => "peer-memory",
@@ -30,7 +30,7 @@ impl NicPath {
     /// their module for addresses has to be loaded beside them. AMD's kernel driver takes part in
     /// every registration by address where the network stack asks it to, and its export of ranges
     /// is the newer of both.
-    pub(crate) const fn order(runtime: DeviceRuntime) -> [Self; 2] {
+    pub const fn order(runtime: DeviceRuntime) -> [Self; 2] {
         match runtime {
             DeviceRuntime::Cuda | DeviceRuntime::Unnamed => [Self::DmaBuf, Self::PeerMemory],
             DeviceRuntime::Hip => [Self::PeerMemory, Self::DmaBuf],

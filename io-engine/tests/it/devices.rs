@@ -98,6 +98,8 @@ impl Drop for Turn {
             "lose_current_device",
             "reset_at_copy",
             "refuse_batches",
+            "peer_memory",
+            "unordered_writes",
         ] {
             self.set(name, 0);
         }
@@ -112,13 +114,13 @@ const KINDS: [TransportKind; 3] = [TransportKind::Local, TransportKind::Shm, Tra
 
 /// Memory at one of two places.
 #[derive(Clone)]
-enum Bytes {
+pub(crate) enum Bytes {
     Host(Memory),
     Device(DeviceMemory),
 }
 
 impl Bytes {
-    fn allocate(runtime_opt: Option<DeviceRuntime>, number: u32) -> Self {
+    pub(crate) fn allocate(runtime_opt: Option<DeviceRuntime>, number: u32) -> Self {
         match runtime_opt {
             None => Self::Host(Memory::allocate("host", ByteLen(BYTES)).unwrap()),
             Some(runtime) => {
@@ -134,7 +136,7 @@ impl Bytes {
         }
     }
 
-    fn register(&self, engine: &Engine) -> Region {
+    pub(crate) fn register(&self, engine: &Engine) -> Region {
         let whole = (ByteOffset(0), ByteLen(BYTES));
         let registered = engine.register(self.memory(), whole.0, whole.1, "kv");
         registered.unwrap()
@@ -166,19 +168,19 @@ fn pattern(salt: u64) -> Vec<u8> {
 }
 
 /// Two engines, the session from one to the other, and a region of each.
-struct Sides {
+pub(crate) struct Sides {
     _engines: [Engine; 2],
-    session: Session,
+    pub(crate) session: Session,
     own: Region,
     theirs: Region,
 }
 
 impl Sides {
-    fn open(kind: TransportKind, own: &Bytes, theirs: &Bytes) -> Self {
+    pub(crate) fn open(kind: TransportKind, own: &Bytes, theirs: &Bytes) -> Self {
         Self::with_order(&[kind], own, theirs)
     }
 
-    fn with_order(kinds: &[TransportKind], own: &Bytes, theirs: &Bytes) -> Self {
+    pub(crate) fn with_order(kinds: &[TransportKind], own: &Bytes, theirs: &Bytes) -> Self {
         let engine = |key| {
             let mut config = config(key, kinds[0]);
             config.transports = kinds.to_vec();
@@ -220,7 +222,13 @@ fn expected(src: &[u8], dst: &[u8], runs: &RunList) -> Vec<u8> {
     expected
 }
 
-fn check_both_directions(sides: &Sides, own: &Bytes, theirs: &Bytes, runs: &RunList, case: &str) {
+pub(crate) fn check_both_directions(
+    sides: &Sides,
+    own: &Bytes,
+    theirs: &Bytes,
+    runs: &RunList,
+    case: &str,
+) {
     for direction in [Direction::Write, Direction::Read] {
         let (src, dst) = match direction {
             Direction::Write => (own, theirs),

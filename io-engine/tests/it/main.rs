@@ -9,6 +9,8 @@ mod peers;
 #[cfg(feature = "rdma")]
 mod rdma;
 #[cfg(feature = "rdma")]
+mod rdma_devices;
+#[cfg(feature = "rdma")]
 mod rdma_faults;
 #[cfg(feature = "rdma")]
 mod rdma_handshake;

@@ -256,7 +256,7 @@ impl RawPeer {
         let device = Arc::new(Device::open(&name).unwrap());
         let domain = Arc::new(ProtectionDomain::new(&device).unwrap());
         let channel = Arc::new(CompletionChannel::new(&device).unwrap());
-        let registered = MemoryRegion::of_region(&domain, &region, None).unwrap();
+        let registered = MemoryRegion::of_host_region(&domain, &region).unwrap();
         let (said, asked) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut pairs = Vec::new();

@@ -1,7 +1,7 @@
 //! A peer's engine: the sessions to it, and what became of them.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use common::wire::EngineDesc;
@@ -53,7 +53,7 @@ pub(crate) struct Remote {
     failures: Arc<PeerFailures>,
     sessions: Mutex<PeerSessions>,
     /// For which classes of reach there is one, a bit for each; read without the lock.
-    reached: AtomicU8,
+    reached: AtomicU32,
 }
 
 impl Remote {
@@ -63,7 +63,7 @@ impl Remote {
             desc,
             failures,
             sessions: Mutex::default(),
-            reached: AtomicU8::new(0),
+            reached: AtomicU32::new(0),
         }
     }
 

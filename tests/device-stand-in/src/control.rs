@@ -19,6 +19,8 @@ pub enum Setting {
     /// Not 0: the processor, and so the kernel for a network device, reaches device memory at its
     /// address, as with a module that resolves such addresses.
     PeerMemory,
+    /// Not 0: a network device's writes are not ordered for the device.
+    UnorderedWrites,
     /// Bytes of pinned memory that can be had at once.
     PinnedBytes,
     /// Not 0: after each call of the driver the calling thread's current device is the last one.
@@ -45,12 +47,13 @@ pub enum Setting {
     PinnedNow,
 }
 
-const NAMES: [(&str, Setting); 17] = [
+const NAMES: [(&str, Setting); 18] = [
     ("devices", Setting::Devices),
     ("delay_microseconds", Setting::DelayMicroseconds),
     ("refuse_export", Setting::RefuseExport),
     ("refuse_dma_buf", Setting::RefuseDmaBuf),
     ("peer_memory", Setting::PeerMemory),
+    ("unordered_writes", Setting::UnorderedWrites),
     ("pinned_bytes", Setting::PinnedBytes),
     ("lose_current_device", Setting::LoseCurrentDevice),
     ("reset_at_copy", Setting::ResetAtCopy),

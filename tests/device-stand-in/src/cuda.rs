@@ -140,6 +140,19 @@ exported! {
         // SAFETY: the caller's promise.
         unsafe { store(uuid, world::check_device(device).map(|device| [0xD0 + device as u8; 16])) }
     }
+    /// An attribute of a device; only who sees a network device's writes.
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> c_int {
+        const RDMA_WRITES_ORDERING: c_int = 118;
+        const OWNER: c_int = 100;
+        let answer = match (attribute, control::is_set(Setting::UnorderedWrites)) {
+            (RDMA_WRITES_ORDERING, true) => Ok(0),
+            (RDMA_WRITES_ORDERING, false) => Ok(OWNER),
+            _ => Err(code::INVALID_VALUE),
+        };
+        let answer = world::check_device(device).and(answer);
+        // SAFETY: the caller's promise.
+        unsafe { store(value, answer) }
+    }
     /// A device's own context.
     fn cuDevicePrimaryCtxRetain(context: *mut u64, device: c_int) -> c_int {
         let retained = world::check_device(device).map(|device| CONTEXT + device as u64);

@@ -276,7 +276,7 @@ impl Endpoint {
                 ended.push((leftover, Err(TransportError::closed_session())));
                 continue;
             };
-            if pair.free_sends() == 0 {
+            if pair.free_sends() < leftover.lane.least_sends() {
                 state.leftovers.push_front(leftover);
                 break;
             }

@@ -5,6 +5,7 @@
 //! session   several queue pairs to one engine; a thread that talks to it
 //! endpoint  one queue pair at work, also on the side that is written
 //! requests  ranges to work requests
+//! registration  a region as a network device knows it
 //! poller    a completion thread
 //! rail      a network device
 //! affinity  which of them are near to an engine's memory
@@ -21,6 +22,7 @@ mod endpoint;
 mod notifications;
 mod poller;
 mod rail;
+mod registration;
 mod requests;
 pub(crate) mod server;
 mod session;
@@ -30,6 +32,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::TransportError;
+use crate::region::{Location, RemoteRegion};
 use crate::session::Job;
 use crate::status::Status;
 use crate::transport::{Transport, TransportKind};
@@ -63,6 +66,12 @@ impl Rdma {
 impl Transport for Rdma {
     fn kind(&self) -> TransportKind {
         TransportKind::Rdma
+    }
+
+    /// What cannot be registered says so when it is registered; a peer of another make answers for
+    /// its memory itself.
+    fn can_move(&self, _local: Location, remote: &RemoteRegion) -> bool {
+        remote.unreachable_opt.is_none()
     }
 
     fn submit(&self, job: Job, status: Arc<Status>) {

@@ -11,9 +11,10 @@ use crate::transport::rdma::affinity::{Affinity, node_of, own_node};
 use crate::transport::rdma::endpoint::Endpoint;
 use crate::transport::rdma::notifications::Notifications;
 use crate::transport::rdma::poller::Poller;
+use crate::transport::rdma::registration::Registration;
 use crate::transport::rdma::verbs::{
-    AsyncEvent, CompletionQueue, Depths, Device, GidEntry, LinkLayer, MemoryRegion, Mtu,
-    ProtectionDomain, QueuePair, best_gid, gid_table,
+    AsyncEvent, CompletionQueue, Depths, Device, GidEntry, LinkLayer, Mtu, ProtectionDomain,
+    QueuePair, best_gid, gid_table,
 };
 
 /// Messages that a peer may send before one is taken.
@@ -25,13 +26,14 @@ pub(crate) struct Rail {
     pub(crate) place: usize,
     device: Arc<Device>,
     domain: Arc<ProtectionDomain>,
+    options: RdmaOptions,
     port: u8,
     is_up: AtomicBool,
     /// No event brings it back.
     is_dead: AtomicBool,
     pollers: Vec<Arc<Poller>>,
     next_endpoint: AtomicU64,
-    regions: Mutex<HashMap<u32, Arc<MemoryRegion>>>,
+    regions: Mutex<HashMap<u32, Arc<Registration>>>,
     bytes: AtomicU64,
     failures: AtomicU64,
     left: AtomicU64,
@@ -58,6 +60,7 @@ impl Rail {
             place,
             device,
             domain,
+            options: options.clone(),
             port: options.port,
             is_up: AtomicBool::new(is_up),
             is_dead: AtomicBool::new(false),
@@ -132,7 +135,7 @@ impl Rail {
 
     /// The registration of a region with this device, made when it is first needed. A region that
     /// is being deregistered gets none.
-    pub(crate) fn register(&self, region: &Region) -> Result<Arc<MemoryRegion>, TransportError> {
+    pub(crate) fn register(&self, region: &Region) -> Result<Arc<Registration>, TransportError> {
         // Until the registration is among those that `forget` finds.
         let _guard = region.enter()?;
         self.register_for_job(region)
@@ -143,18 +146,18 @@ impl Rail {
     pub(crate) fn register_for_job(
         &self,
         region: &Region,
-    ) -> Result<Arc<MemoryRegion>, TransportError> {
+    ) -> Result<Arc<Registration>, TransportError> {
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(found) = regions.get(&region.id()) {
             return Ok(Arc::clone(found));
         }
-        let registered = Arc::new(MemoryRegion::of_region(&self.domain, region, None)?);
+        let registered = Arc::new(Registration::new(&self.domain, region, &self.options)?);
         regions.insert(region.id(), Arc::clone(&registered));
         Ok(registered)
     }
 
     /// The registration, if there is one.
-    pub(crate) fn registered(&self, region: u32) -> Option<Arc<MemoryRegion>> {
+    pub(crate) fn registered(&self, region: u32) -> Option<Arc<Registration>> {
         let regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         regions.get(&region).cloned()
     }
@@ -165,8 +168,8 @@ impl Rail {
         let Some(registered) = regions.remove(&region) else {
             return true;
         };
-        match Arc::try_unwrap(registered) {
-            Ok(_) => true,
+        match registered.end() {
+            Ok(()) => true,
             Err(in_use) => {
                 regions.insert(region, in_use);
                 false

@@ -124,20 +124,18 @@ impl Answerer<'_> {
             }
             ControlType::AskMemoryRegion => {
                 let asked: AskMemoryRegion = unpack(body).map_err(io::Error::other)?;
-                let (keys, refusal) = match self.keys(&asked) {
-                    Ok(keys) => (keys, String::new()),
-                    Err(error) => {
-                        tracing::warn!(region = asked.id, %error, "a peer was not told of a region");
-                        (MemoryKeys::default(), refusal(&error))
-                    }
-                };
+                let (keys, tag) = self.keys(&asked).unwrap_or_else(|error| {
+                    tracing::warn!(region = asked.id, %error, "a peer was not told of a region");
+                    let tag = ControlTag {
+                        refusal: refusal(&error),
+                        ..ControlTag::default()
+                    };
+                    (MemoryKeys::default(), tag)
+                });
                 let is_ferry = asked.tag_opt.is_some();
                 let answer = AskMemoryRegion {
                     keys,
-                    tag_opt: is_ferry.then(|| ControlTag {
-                        refusal,
-                        ..ControlTag::default()
-                    }),
+                    tag_opt: is_ferry.then_some(tag),
                     ..asked
                 };
                 Ok((packed(kind, &answer)?, is_ferry))
@@ -256,7 +254,7 @@ impl Answerer<'_> {
     }
 
     /// The keys of a region, for who may know them.
-    fn keys(&self, asked: &AskMemoryRegion) -> Result<MemoryKeys, TransportError> {
+    fn keys(&self, asked: &AskMemoryRegion) -> Result<(MemoryKeys, ControlTag), TransportError> {
         let refused = |kind, what: &str| Err(TransportError::quiesced(kind, what.to_owned()));
         self.check_peer(asked.tag_opt.as_ref())?;
         if asked.engine_key != self.engine.key() {
@@ -276,11 +274,17 @@ impl Answerer<'_> {
             }
         }
         let registered = rail.register(&region)?;
-        Ok(MemoryKeys {
-            address: registered.address(),
-            local_key: registered.local_key(),
-            remote_key: registered.remote_key(),
-            length: registered.length(),
-        })
+        let tag = ControlTag {
+            parts: registered.told_parts(),
+            reads_back: registered.reads_back(),
+            ..ControlTag::default()
+        };
+        if asked.tag_opt.is_none() && !tag.parts.is_empty() {
+            return refused(
+                TransportErrorKind::NoCommonTransport,
+                "it lies in several allocations, and a peer of another make takes one key only",
+            );
+        }
+        Ok((registered.keys(), tag))
     }
 }

@@ -26,7 +26,8 @@ use crate::transport::rdma::control::{ControlClient, PeerAddress, check_refusal}
 use crate::transport::rdma::endpoint::{Ended, Endpoint, Owner, Route, requests_of};
 use crate::transport::rdma::notifications::Notification;
 use crate::transport::rdma::rail::{Rail, Rails};
-use crate::transport::rdma::requests::{Lane, PairKeys};
+use crate::transport::rdma::registration::Registration;
+use crate::transport::rdma::requests::{Lane, PairKeys, RemoteKeys};
 use crate::transport::rdma::verbs::{Gid, Link, Mtu, RetryPolicy, Verb};
 use crate::transport::{BatchQueue, Piece};
 
@@ -75,9 +76,9 @@ pub(crate) struct Session {
 }
 
 /// A region of the peer on one of its devices.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Known {
-    keys: MemoryKeys,
+    keys: RemoteKeys,
     /// What it was asked for with.
     region_key_opt: Option<RegionKey>,
     /// The peer's device has refused some keys: new batches ask again. What is queued goes on with
@@ -171,7 +172,8 @@ impl Session {
                 ),
             ));
         }
-        if self.knows_all(&job) {
+        // An event of a driver is waited for by the thread that talks to the peer.
+        if job.after_opt.is_none() && self.knows_all(&job) {
             self.queue.push(job, status, (), PIECE_BYTES);
             return self.pump();
         }
@@ -274,6 +276,7 @@ impl Session {
         match self.lane(&endpoint, peer_device, &job, piece) {
             Ok(lane) => {
                 let mut requests = requests_of(&job, piece);
+                lane.cut(&mut requests);
                 lane.sort(&mut requests);
                 endpoint.post(lane, requests, job, status);
             }
@@ -306,7 +309,7 @@ impl Session {
             let remote = known
                 .get(&(peer_device, pair.remote.id))
                 .filter(|known| known.fits(&pair.remote))
-                .map(|known| known.keys);
+                .map(|known| known.keys.clone());
             let remote = remote.ok_or_else(|| {
                 TransportError::quiesced(
                     TransportErrorKind::Closed,
@@ -319,6 +322,7 @@ impl Session {
             *slot = Some(PairKeys {
                 local: self.registered(endpoint, &pair.local)?,
                 remote,
+                place: pair.remote.location,
             });
         }
         let verb = match job.direction {
@@ -332,7 +336,7 @@ impl Session {
         &self,
         endpoint: &Endpoint,
         region: &Region,
-    ) -> Result<Arc<crate::transport::rdma::verbs::MemoryRegion>, TransportError> {
+    ) -> Result<Arc<Registration>, TransportError> {
         match endpoint.rail().registered(region.id()) {
             Some(registered) => Ok(registered),
             // Only after a change of rail: `knows_all` has seen to it otherwise.
@@ -438,6 +442,7 @@ impl Session {
                 .names
                 .peer_instance_opt
                 .map_or_else(Vec::new, |instance| instance.to_vec()),
+            ..ControlTag::default()
         })
     }
 
@@ -525,11 +530,13 @@ impl Session {
             let keys = self.keys.read().unwrap_or_else(PoisonError::into_inner);
             let others = keys.iter().filter(|((other, _), _)| *other != device);
             let others = others.filter(|((_, id), _)| !keys.contains_key(&(device, *id)));
-            others.map(|((_, id), known)| (*id, *known)).collect()
+            others
+                .map(|((_, id), known)| (*id, known.region_key_opt))
+                .collect()
         };
-        for (id, known) in known {
+        for (id, region_key_opt) in known {
             // One that is gone is refused again to whoever names it.
-            let _ = self.learn(client, device, id, known.region_key_opt)?;
+            let _ = self.learn(client, device, id, region_key_opt)?;
         }
         Ok(())
     }
@@ -553,10 +560,23 @@ impl Session {
         if let Err(refused) = check_refusal(told.tag_opt.as_ref()) {
             return Ok(Err(refused));
         }
-        let known = Known {
-            keys: told.keys,
-            region_key_opt,
-            is_doubted: false,
+        let tag = told.tag_opt.unwrap_or_default();
+        let keys = RemoteKeys::new(told.keys, &tag.parts, tag.reads_back).ok_or_else(|| {
+            TransportError::quiesced(
+                TransportErrorKind::Protocol,
+                format!(
+                    "the pieces of region {id} are not its {} bytes",
+                    told.keys.length
+                ),
+            )
+        });
+        let known = match keys {
+            Ok(keys) => Known {
+                keys,
+                region_key_opt,
+                is_doubted: false,
+            },
+            Err(nonsense) => return Ok(Err(nonsense)),
         };
         let mut keys = self.keys.write().unwrap_or_else(PoisonError::into_inner);
         if told.keys.length > 0 {
@@ -587,6 +607,9 @@ impl Session {
         client: &mut ControlClient,
         job: &Job,
     ) -> Result<Result<(), TransportError>, TransportError> {
+        if let Err(error) = wait_for_event(job) {
+            return Ok(Err(error));
+        }
         for (endpoint, device) in self.lanes() {
             for pair in job.pairs.iter().filter(|pair| pair.runs.ranges() > 0) {
                 let is_known = {
@@ -827,7 +850,7 @@ impl Known {
             (None, None) => true,
             _ => false,
         };
-        is_same_key && self.keys.length == remote.len
+        is_same_key && self.keys.keys.length == remote.len
     }
 }
 
@@ -836,6 +859,18 @@ impl Slot {
         let wait = FIRST_WAIT * 2u32.saturating_pow(self.failures);
         self.failures += 1;
         self.due = Instant::now() + wait.min(LONGEST_WAIT);
+    }
+}
+
+/// Waits until a batch's bytes are where they are to be read, if an event says when.
+fn wait_for_event(job: &Job) -> Result<(), TransportError> {
+    let locals = job
+        .pairs
+        .iter()
+        .filter_map(|pair| pair.local.memory().device());
+    match (job.after_opt, locals.into_iter().next()) {
+        (Some(event), Some(memory)) => memory.wait_for(event),
+        _ => Ok(()),
     }
 }
 

@@ -2,31 +2,24 @@
 
 use std::cell::UnsafeCell;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rdma_sys::{ibv_access_flags, ibv_mr};
 
 use super::protection_domain::ProtectionDomain;
+use crate::device::nic::{DmaBuf, NicChunk, PEER_ACCESS};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::Region;
 
-/// What a peer may do, as MoRI sets it.
-const SHARED: u32 = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
-    | ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
-    | ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
-    | ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
+const _: () = assert!(
+    PEER_ACCESS
+        == ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
+            | ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
+            | ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
+);
 const PRIVATE: u32 = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
-
-/// Device memory, as its driver exports it.
-#[derive(Clone, Copy, Debug)]
-pub struct DmaBuf<'a> {
-    /// The exported descriptor.
-    pub fd: BorrowedFd<'a>,
-    /// Where the range begins in it.
-    pub offset: u64,
-}
 
 /// A registration with a device. It keeps the memory; dropping it ends the device's access, a
 /// peer's too, before the memory can go.
@@ -43,7 +36,7 @@ pub struct MemoryRegion {
 /// What keeps the memory where it is.
 #[derive(Debug)]
 enum Kept {
-    Pool(Region),
+    Region(Region),
     Own(Box<[UnsafeCell<u8>]>),
 }
 
@@ -54,47 +47,47 @@ unsafe impl Send for MemoryRegion {}
 unsafe impl Sync for MemoryRegion {}
 
 impl MemoryRegion {
-    /// Registers a region of a pool. With `dma_buf_opt` the region is a device's memory.
+    /// Registers a region in host memory.
     ///
     /// # Errors
     /// With what to change, when a limit was reached.
-    pub fn of_region(
+    pub fn of_host_region(
         domain: &Arc<ProtectionDomain>,
         region: &Region,
-        dma_buf_opt: Option<DmaBuf<'_>>,
     ) -> Result<Self, TransportError> {
         let length = region.len().get();
-        let limits = domain.device().limits();
-        if length > limits.max_region_bytes {
-            return Err(TransportError::quiesced(
-                TransportErrorKind::Memory,
-                format!(
-                    "region {} ({}) has {length} bytes; {} registers at most {}: register it in parts",
-                    region.id(),
-                    region.label(),
-                    domain.device().name(),
-                    limits.max_region_bytes
-                ),
-            ));
-        }
+        check_length(domain, region, length)?;
         let address = region.address(0, length)?;
+        let kept = Kept::Region(region.clone());
         // SAFETY: the address was checked against the region, which is kept until the
         // registration has ended.
-        unsafe {
-            Self::register(
-                domain,
-                (address, length),
-                dma_buf_opt,
-                SHARED,
-                Kept::Pool(region.clone()),
-            )
-        }
+        unsafe { Self::register(domain, (address, length), None, PEER_ACCESS, kept) }
+    }
+
+    /// Registers a piece of a region in device memory, as an exported range or by its address.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::of_host_region`], and the network device's own.
+    pub(crate) fn of_device_chunk(
+        domain: &Arc<ProtectionDomain>,
+        region: &Region,
+        chunk: NicChunk,
+        dma_buf_opt: Option<DmaBuf<'_>>,
+        access: u32,
+    ) -> Result<Self, TransportError> {
+        check_length(domain, region, chunk.len)?;
+        // Only the network device goes there.
+        let address = std::ptr::without_provenance_mut(chunk.address as usize);
+        let kept = Kept::Region(region.clone());
+        // SAFETY: whoever made the chunk checked it against the region, which is kept until the
+        // registration has ended.
+        unsafe { Self::register(domain, (address, chunk.len), dma_buf_opt, access, kept) }
     }
 
     /// A small buffer of its own that only this side's queue pairs use.
     ///
     /// # Errors
-    /// As [`MemoryRegion::of_region`].
+    /// As [`MemoryRegion::of_host_region`].
     pub fn of_own_bytes(
         domain: &Arc<ProtectionDomain>,
         length: usize,
@@ -170,11 +163,11 @@ impl MemoryRegion {
         self.length
     }
 
-    /// The pool's region, unless the bytes are its own.
-    pub const fn region(&self) -> Option<&Region> {
+    /// Whether it is a device's memory, which the processor must not touch.
+    pub fn is_on_device(&self) -> bool {
         match &self.memory {
-            Kept::Pool(region) => Some(region),
-            Kept::Own(_) => None,
+            Kept::Region(region) => region.is_on_device(),
+            Kept::Own(_) => false,
         }
     }
 
@@ -209,6 +202,26 @@ impl MemoryRegion {
         }
         Some(copied)
     }
+}
+
+fn check_length(
+    domain: &Arc<ProtectionDomain>,
+    region: &Region,
+    length: u64,
+) -> Result<(), TransportError> {
+    let most = domain.device().limits().max_region_bytes;
+    if length <= most {
+        return Ok(());
+    }
+    Err(TransportError::quiesced(
+        TransportErrorKind::Memory,
+        format!(
+            "region {} ({}) has {length} bytes; {} registers at most {most}: register it in parts",
+            region.id(),
+            region.label(),
+            domain.device().name(),
+        ),
+    ))
 }
 
 /// Says which limit it may have been.

@@ -22,7 +22,7 @@ pub use completion_queue::{
     Completion, CompletionChannel, CompletionQueue, CompletionStatus, WorkId,
 };
 pub use device::{AsyncEvent, Device, DeviceLimits, PortState, device_names};
-pub use memory_region::{DmaBuf, MemoryRegion};
+pub use memory_region::MemoryRegion;
 pub use protection_domain::ProtectionDomain;
 pub use queue_pair::{
     Depths, Finished, Link, PostGuard, QueuePair, RemoteRange, RetryPolicy, Verb,

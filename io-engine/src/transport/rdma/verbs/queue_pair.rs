@@ -9,8 +9,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rdma_sys::{
-    ibv_access_flags, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_init_attr,
-    ibv_qp_state, ibv_qp_type, ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_wr_opcode,
+    ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_init_attr, ibv_qp_state, ibv_qp_type,
+    ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_wr_opcode,
 };
 
 use super::address::{Gid, GidEntry, LinkLayer, Mtu};
@@ -18,16 +18,15 @@ use super::completion_queue::{Completion, CompletionQueue, CompletionStatus, Wor
 use super::memory_region::MemoryRegion;
 use super::protection_domain::ProtectionDomain;
 use super::{coded_error, last_error};
+use crate::device::nic::PEER_ACCESS;
 use crate::error::{TransportError, TransportErrorKind};
 
 /// Bytes of a peer's message.
 pub(super) const MESSAGE_BYTES: usize = 16;
 
-/// What a peer may do over a queue pair, as MoRI sets it.
-const ACCESS: u32 = ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
-    | ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
-    | ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
-    | ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
+/// Bytes that a read after writes comes into; nobody looks at them.
+const READ_BACK_BYTES: usize = 8;
+
 /// Verbs's number of a delay of 0.64 ms.
 const RECEIVER_NOT_READY_DELAY: u8 = 12;
 /// Routers between two RoCEv2 hosts at most.
@@ -136,6 +135,7 @@ pub struct QueuePair {
     posted: VecDeque<Posted>,
     /// Of chains that the device took a part of only; it is not heard of again.
     lost: Vec<Arc<MemoryRegion>>,
+    /// Behind the places of messages is one for reads after writes.
     receives: MemoryRegion,
     completions: CompletionQueue,
     domain: Arc<ProtectionDomain>,
@@ -170,7 +170,7 @@ impl QueuePair {
     ) -> Result<Self, TransportError> {
         let device = domain.device();
         let receive_bytes = depths.receives.max(1) as usize * MESSAGE_BYTES;
-        let receives = MemoryRegion::of_own_bytes(domain, receive_bytes)?;
+        let receives = MemoryRegion::of_own_bytes(domain, receive_bytes + READ_BACK_BYTES)?;
         let mut attributes = ibv_qp_init_attr {
             qp_context: std::ptr::null_mut(),
             send_cq: completions.as_ptr(),
@@ -273,7 +273,7 @@ impl QueuePair {
         attributes.qp_state = ibv_qp_state::IBV_QPS_INIT;
         attributes.pkey_index = 0;
         attributes.port_num = port;
-        attributes.qp_access_flags = ACCESS;
+        attributes.qp_access_flags = PEER_ACCESS;
         let mask = ibv_qp_attr_mask::IBV_QP_STATE
             | ibv_qp_attr_mask::IBV_QP_PKEY_INDEX
             | ibv_qp_attr_mask::IBV_QP_PORT
@@ -357,6 +357,7 @@ impl QueuePair {
             pair: self,
             verb,
             regions: Vec::new(),
+            is_on_device: false,
         }
     }
 
@@ -574,6 +575,8 @@ pub struct PostGuard<'pair, 'region> {
     pair: &'pair mut QueuePair,
     verb: Verb,
     regions: Vec<&'region Arc<MemoryRegion>>,
+    /// Whether a local range is in a device's memory.
+    is_on_device: bool,
 }
 
 impl<'region> PostGuard<'_, 'region> {
@@ -682,8 +685,30 @@ impl<'region> PostGuard<'_, 'region> {
             .last()
             .is_some_and(|last| Arc::ptr_eq(last, local));
         if !is_noted {
+            self.is_on_device |= local.is_on_device();
             self.regions.push(local);
         }
+    }
+
+    /// Adds a read of one byte that the peer's network device answers after all writes before it,
+    /// and only once they are where it reads from. False: the send queue has no room for it.
+    pub fn push_read_back(&mut self, remote: RemoteRange) -> bool {
+        if self.pair.requests.len() >= self.pair.free_sends as usize {
+            return false;
+        }
+        let mut request = empty_request();
+        request.opcode = ibv_wr_opcode::IBV_WR_RDMA_READ;
+        request.num_sge = 1;
+        request.wr.rdma.remote_addr = remote.address;
+        request.wr.rdma.rkey = remote.key;
+        self.pair.requests.push(request);
+        let messages = self.pair.receives.length() - READ_BACK_BYTES as u64;
+        self.pair.ranges.push(ibv_sge {
+            addr: self.pair.receives.address() + messages,
+            length: 1,
+            lkey: self.pair.receives.local_key(),
+        });
+        true
     }
 
     /// Posts the chain; only its last work request is signalled. Its number.
@@ -712,7 +737,9 @@ impl<'region> PostGuard<'_, 'region> {
             if is_last {
                 request.send_flags |= SIGNALED;
             }
-            if self.verb == Verb::Write && bytes <= inline_bytes {
+            // The processor copies what is sent inline, and must not touch a device's memory.
+            let is_write = request.opcode == ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+            if is_write && bytes <= inline_bytes && !self.is_on_device {
                 request.send_flags |= INLINE;
             }
         }
