@@ -7,16 +7,16 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 cargo=${CARGO:-cargo}
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
-stages=(start transports faults rails cycles two demo sglang)
+stages=(misuse start transports faults rails rooms cycles two demo sglang)
 [[ $# == 0 ]] || stages=("$@")
 
 "$cargo" build --locked --package bootstrap-server --package transfer-actor --package demo --bins \
   --features demo/rdma
 "$cargo" build --locked --package device-stand-in
 
-# test_program PACKAGE: builds its integration tests; the path.
+# test_program PACKAGE [OPTION]...: builds its integration tests; the path.
 test_program() {
-  "$cargo" test --locked --package "$1" --features rdma --test it --no-run --message-format=json | python3 -c '
+  "$cargo" test --locked --package "$@" --features rdma --test it --no-run --message-format=json | python3 -c '
 import json, sys
 for line in sys.stdin:
     message = json.loads(line)
@@ -50,6 +50,13 @@ stage_start() {
   "$here/run.sh" -n none -t 200 "$here/starts.sh" "$target/debug" "$FERRY_PYTHON"
 }
 
+# What must not compile: work posted out of memory that nothing holds. Only an unstable rustdoc looks
+# at which error it is.
+stage_misuse() {
+  passes 1 "$cargo" test --doc --locked --package io-engine --features rdma \
+    --config "build.rustdoc='$here/rustdoc.sh'" misuse
+}
+
 # Every test that is about all transports, and those of rdma alone.
 stage_transports() {
   passes 20 "$here/run.sh" -n lo -t 300 -e FERRY_TEST_TRANSPORT=rdma "$engine_tests" --test-threads 2
@@ -62,6 +69,27 @@ stage_faults() {
 # Engines with two devices each, one of which loses its link.
 stage_rails() {
   passes 3 "$here/run.sh" -n rails -t 200 "$engine_tests" --ignored rdma_rails --test-threads 1
+}
+
+# Not one of those that run by themselves: the tests of all transports under AddressSanitizer.
+stage_asan() {
+  local build program
+  export RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address
+  build=(--target "$(rustc -vV | sed -n 's/^host: //p')" --target-dir "$target/asan")
+  program=$(test_program io-engine "${build[@]}")
+  unset RUSTC_BOOTSTRAP RUSTFLAGS
+  # A driver is a library that no sanitizer was built into.
+  "$cargo" build --locked --package device-stand-in
+  cp "$target/debug/libdevice_stand_in.so" "$(dirname "$program")"
+  passes 20 "$here/run.sh" -n lo -t 900 -e FERRY_TEST_TRANSPORT=rdma "$program" --test-threads 1
+}
+
+# How rooms between two services end.
+stage_rooms() {
+  local program
+  program=$(test_program tests)
+  passes 9 "$here/run.sh" -n lo -t 300 "$program" --ignored service::lifecycle::rdma --test-threads 2
+  passes 4 "$here/run.sh" -n veth -t 300 "$program" --ignored --nocapture service::rdma_links --test-threads 1
 }
 
 # Alone on a machine, whose objects it counts.

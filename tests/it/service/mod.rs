@@ -6,6 +6,7 @@ mod attach;
 mod engine_death;
 mod lifecycle;
 mod live_metrics;
+mod rdma_links;
 mod reports;
 mod starts;
 

@@ -28,6 +28,10 @@ pub use queue_pair::{
     Depths, Finished, Link, PostGuard, QueuePair, RemoteRange, RetryPolicy, Verb,
 };
 
+#[cfg(doctest)]
+#[doc = include_str!("misuse.md")]
+struct Misuse;
+
 /// The error that the last verbs call left in `errno`.
 fn last_error(what: impl std::fmt::Display) -> TransportError {
     failed(what, &io::Error::last_os_error())

@@ -1,0 +1,209 @@
+//! Rooms over a network that fails: two services with a device each of `tests/rdma-vm/run.sh -n
+//! veth`, whose packets cross a pair of interfaces; control messages do not.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use tests::process::wait_for;
+use tests::service::TransferService;
+use transfer_actor::api::{RoomStatus, RoomView};
+
+use super::lifecycle::wait_until_safe;
+use super::{Pair, SmallEngine, begin, bootstrap, cross, whole_chunk};
+
+/// How long packets are held on their way where a test wants to meet them there.
+const ON_THE_WAY: Duration = Duration::from_millis(1500);
+
+fn run(command: &str) {
+    let status = Command::new("bash").args(["-c", command]).status();
+    assert!(status.expect("bash starts").success(), "{command}");
+}
+
+/// Ends what a test did to the network.
+struct Network;
+
+impl Network {
+    fn delay() {
+        let held = ON_THE_WAY.as_millis();
+        run(&format!("tc qdisc add dev v0 root netem delay {held}ms"));
+    }
+
+    fn repair() {
+        run(
+            "tc qdisc del dev v0 root 2>/dev/null; tc qdisc del dev v1 root 2>/dev/null; /run/veth-up",
+        );
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        Self::repair();
+    }
+}
+
+const SOURCE: &str = "rxe0";
+const TARGET: &str = "rxe1";
+
+/// A service that has one of the two devices.
+fn service(device: &str) -> TransferService {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let mut command = TransferService::command(folder.path(), &["--transports", "rdma"]);
+    command.env("MORI_RDMA_DEVICES", device);
+    TransferService::spawn(folder, &mut command)
+}
+
+/// A pair that has moved a request over the wire.
+fn across() -> Pair {
+    let (server, folder) = bootstrap(&["--probe-interval", "1", "--probe-misses", "2"]);
+    let (prefill_service, decode_service) = (service(SOURCE), service(TARGET));
+    let pair = Pair {
+        prefill: SmallEngine::prefill(&prefill_service, &server),
+        decode: SmallEngine::decode(&decode_service, &server),
+        prefill_service,
+        decode_service,
+        server,
+        _folder: folder,
+    };
+    cross(&pair.prefill, &pair.decode, 9);
+    pair
+}
+
+/// A request whose packets were sent, and have not arrived.
+fn begin_on_the_way(pair: &Pair, room: u64) {
+    Network::delay();
+    begin(&pair.prefill, &pair.decode, room);
+    let before = pair.decode.content();
+    pair.prefill
+        .send(room, whole_chunk())
+        .expect("it is accepted");
+    wait_for("its packets to be held", || {
+        let shown = Command::new("tc")
+            .args(["-s", "qdisc", "show", "dev", "v0"])
+            .output();
+        let shown = shown.expect("tc starts").stdout;
+        let shown = String::from_utf8(shown).expect("tc prints text");
+        (!shown.contains("backlog 0b 0p")).then_some(())
+    });
+    assert_eq!(pair.decode.content(), before, "they are on their way");
+}
+
+fn reason(view: &RoomView) -> String {
+    assert_eq!(view.status, RoomStatus::Failed, "{view:?}");
+    let reason = view.reason.clone().unwrap_or_default();
+    assert!(!reason.is_empty(), "{view:?} has a reason");
+    reason
+}
+
+/// Its requests succeed, with every byte, as soon as the network is whole again.
+fn assert_repaired(prefill: &SmallEngine, decode: &SmallEngine) {
+    Network::repair();
+    let mut room = 100;
+    wait_for("requests to succeed again", || {
+        room += 1;
+        begin(prefill, decode, room);
+        prefill.send(room, whole_chunk()).ok()?;
+        let ended = [prefill, decode].map(|engine| engine.wait(room, RoomStatus::Success));
+        let succeeded = ended.iter().all(|view| view.status == RoomStatus::Success);
+        for engine in [prefill, decode] {
+            wait_until_ended(engine, room);
+            engine.clear(room);
+        }
+        succeeded.then_some(())
+    });
+    cross(prefill, decode, 1);
+}
+
+fn wait_until_ended(engine: &SmallEngine, room: u64) {
+    wait_for("the places to be safe", || {
+        let view = engine.view(room).expect("it is known");
+        let has_ended = matches!(view.status, RoomStatus::Success | RoomStatus::Failed);
+        (has_ended && view.release_safe).then_some(())
+    });
+}
+
+#[test]
+#[ignore = "needs the pair of devices of make test-rdma"]
+fn rooms_of_a_link_that_goes_down_fail_with_its_name_and_later_ones_succeed() {
+    let _network = Network;
+    let pair = across();
+    begin_on_the_way(&pair, 1);
+    run("ip link set v1 down");
+    let view = pair.prefill.wait(1, RoomStatus::Success);
+    let told = reason(&view);
+    assert!(told.contains(SOURCE), "{told:?} names the device");
+    let view = pair.decode.wait(1, RoomStatus::Success);
+    reason(&view);
+    for engine in [&pair.prefill, &pair.decode] {
+        wait_until_safe(engine, 1);
+        engine.clear(1);
+    }
+    assert_repaired(&pair.prefill, &pair.decode);
+}
+
+#[test]
+#[ignore = "needs the pair of devices of make test-rdma"]
+fn rooms_succeed_with_every_byte_while_one_packet_in_a_hundred_is_lost() {
+    let _network = Network;
+    let pair = across();
+    run("tc qdisc add dev v0 root netem loss 1% && tc qdisc add dev v1 root netem loss 1%");
+    for room in 10..40 {
+        // A new use of the same places each time, which `cross` compares.
+        cross(&pair.prefill, &pair.decode, room);
+    }
+    assert_repaired(&pair.prefill, &pair.decode);
+}
+
+#[test]
+#[ignore = "needs the pair of devices of make test-rdma"]
+fn packets_of_a_killed_prefill_do_not_arrive_in_pages_that_are_free() {
+    let _network = Network;
+    let mut pair = across();
+    begin_on_the_way(&pair, 1);
+    let sent = Instant::now();
+    pair.prefill_service.kill();
+    let view = pair.decode.wait(1, RoomStatus::Success);
+    reason(&view);
+    wait_for("the places to be safe, or the packets to have come", || {
+        let view = pair.decode.view(1).expect("it is known");
+        (view.release_safe || sent.elapsed() > 2 * ON_THE_WAY).then_some(())
+    });
+    let freed = pair.decode.content();
+    let is_free = pair.decode.view(1).expect("it is known").release_safe;
+    let said = if is_free {
+        "were said to be"
+    } else {
+        "were not said to be"
+    };
+    println!(
+        "the pages {said} free {:?} after the packets were sent",
+        sent.elapsed()
+    );
+    // Whatever is on its way comes within this.
+    while sent.elapsed() < 2 * ON_THE_WAY {
+        let now = pair.decode.content();
+        assert!(!is_free || now == freed, "a free page was written");
+    }
+    Network::repair();
+    pair.decode.clear(1);
+    pair.prefill_service = service(SOURCE);
+    pair.prefill = SmallEngine::prefill(&pair.prefill_service, &pair.server);
+    assert_repaired(&pair.prefill, &pair.decode);
+}
+
+#[test]
+#[ignore = "needs the pair of devices of make test-rdma"]
+fn rooms_of_a_decode_that_is_killed_while_it_is_written_fail_and_its_successor_is_served() {
+    let _network = Network;
+    let mut pair = across();
+    begin_on_the_way(&pair, 1);
+    pair.decode_service.kill();
+    let view = pair.prefill.wait(1, RoomStatus::Success);
+    let told = reason(&view);
+    assert!(told.contains("decode rank"), "{told:?} names the rank");
+    wait_until_safe(&pair.prefill, 1);
+    pair.prefill.clear(1);
+    Network::repair();
+    pair.decode_service = service(TARGET);
+    pair.decode = SmallEngine::decode(&pair.decode_service, &pair.server);
+    assert_repaired(&pair.prefill, &pair.decode);
+}
