@@ -117,8 +117,8 @@ pub(crate) struct EngineInner {
     timer: Arc<Timer>,
     /// Connections of `tcp` peers to this engine.
     tcp_peers: Mutex<Vec<Weak<TcpStream>>>,
-    /// Those of them that write over `tcp`, with the instance of their engine.
-    tcp_writers: Mutex<Vec<([u8; 16], Weak<TcpStream>)>>,
+    /// Those of them that bytes may come in by, with who they belong to.
+    writers: Mutex<Vec<(Writer, Weak<TcpStream>)>>,
     /// Connections of same-host peers to this engine.
     same_host_peers: Mutex<Vec<Weak<Connection>>>,
     /// Sessions from this engine.
@@ -133,6 +133,27 @@ pub(crate) struct EngineInner {
     #[cfg(feature = "rdma")]
     foreign_endpoints: Mutex<VecDeque<Arc<Endpoint>>>,
     faults: Arc<AtomicU64>,
+}
+
+/// How a connection says which engine writes by it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Writer {
+    /// By its start, over `tcp`.
+    Instance([u8; 16]),
+    /// By its key, in MoRI's control messages. The queue pairs that these made are destroyed before
+    /// the connection's thread lets go of it.
+    #[cfg(feature = "rdma")]
+    Key(String),
+}
+
+impl Writer {
+    fn is_of(&self, process: &EngineProcess) -> bool {
+        match self {
+            Self::Instance(instance) => instance == process.instance(),
+            #[cfg(feature = "rdma")]
+            Self::Key(key) => key == process.engine_key(),
+        }
+    }
 }
 
 /// Engines of this process, by instance: the proof for `local`.
@@ -206,7 +227,7 @@ impl Engine {
             copies: Arc::default(),
             timer: Arc::default(),
             tcp_peers: Mutex::default(),
-            tcp_writers: Mutex::default(),
+            writers: Mutex::default(),
             same_host_peers: Mutex::default(),
             sessions: Mutex::default(),
             secret: Secret::new(random()?),
@@ -453,14 +474,11 @@ impl Engine {
     }
 
     /// Whether nothing that this process had begun can land in this engine's regions any more. Its
-    /// exit ends what it copied itself (`shm`, `cma`); what it had sent over `tcp` may still be
-    /// on its way, so its connections are ended here and waited for. Blocks for at most `timeout`.
-    /// Never true while the process lives, nor where `rdma` is offered: a device goes on by itself.
+    /// exit ends what it copied itself (`shm`, `cma`); what it had sent over `tcp` or `rdma` may
+    /// still be on its way, so its connections are ended here, with the queue pairs that they made,
+    /// and waited for. Blocks for at most `timeout`. Never true while the process lives.
     pub fn is_over(&self, process: &EngineProcess, timeout: Duration) -> bool {
-        let inner = self.inner();
-        process.has_exited()
-            && !inner.offers(TransportKind::Rdma)
-            && inner.end_writer(process.instance(), deadline_after(timeout))
+        process.has_exited() && self.inner().end_writer(process, deadline_after(timeout))
     }
 
     /// Ends the engine: its listeners, sessions and workers. Batches in flight fail. Peers that
@@ -542,26 +560,22 @@ impl EngineInner {
         self.adopt(&self.tcp_peers, Arc::downgrade(stream))
     }
 
-    /// The same of one that may carry bytes for regions, for as long as its thread holds it.
-    pub(crate) fn adopt_tcp(&self, stream: &Arc<TcpStream>, writer: [u8; 16]) -> io::Result<()> {
-        let mut writers = self.tcp_writers();
+    /// Remembers who writes by a connection, for as long as its thread holds it.
+    pub(crate) fn note_writer(&self, stream: &Arc<TcpStream>, writer: Writer) {
+        let mut writers = self.writers();
         writers.retain(|(_, stream)| stream.strong_count() > 0);
         writers.push((writer, Arc::downgrade(stream)));
-        drop(writers);
-        self.adopt_control(stream)
     }
 
-    fn tcp_writers(&self) -> MutexGuard<'_, Vec<([u8; 16], Weak<TcpStream>)>> {
-        self.tcp_writers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    fn writers(&self) -> MutexGuard<'_, Vec<(Writer, Weak<TcpStream>)>> {
+        self.writers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends the connections of an engine, and waits until their threads have let go of the regions.
-    fn end_writer(&self, instance: &[u8; 16], deadline: Instant) -> bool {
+    fn end_writer(&self, process: &EngineProcess, deadline: Instant) -> bool {
         loop {
-            let writers = self.tcp_writers();
-            let own = writers.iter().filter(|(writer, _)| writer == instance);
+            let writers = self.writers();
+            let own = writers.iter().filter(|(writer, _)| writer.is_of(process));
             let open: Vec<_> = own.filter_map(|(_, stream)| stream.upgrade()).collect();
             drop(writers);
             if open.is_empty() {

@@ -18,6 +18,8 @@ pub struct EngineProcess {
     pid: i32,
     pidfd: OwnedFd,
     instance: [u8; 16],
+    #[cfg(feature = "rdma")]
+    engine_key: String,
 }
 
 impl EngineProcess {
@@ -39,6 +41,8 @@ impl EngineProcess {
             pid,
             pidfd,
             instance: offer.instance,
+            #[cfg(feature = "rdma")]
+            engine_key: desc.key.clone(),
         })
     }
 
@@ -49,6 +53,11 @@ impl EngineProcess {
 
     pub(crate) const fn instance(&self) -> &[u8; 16] {
         &self.instance
+    }
+
+    #[cfg(feature = "rdma")]
+    pub(crate) fn engine_key(&self) -> &str {
+        &self.engine_key
     }
 
     /// Whether it has exited. Asks the kernel.

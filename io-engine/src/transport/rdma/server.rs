@@ -13,7 +13,7 @@ use common::wire::rdma_control::{
 use serde::ser::Serialize;
 use subtle::ConstantTimeEq;
 
-use crate::engine::EngineInner;
+use crate::engine::{EngineInner, Writer};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::RegionKey;
 use crate::transport::rdma::control::{receive, refusal};
@@ -52,7 +52,7 @@ impl Drop for Accepted {
 /// Answers on a connection whose first byte is a control message's. A peer without a tag is
 /// MoRI's, and gets one answer.
 pub(crate) fn serve(
-    stream: &TcpStream,
+    stream: &Arc<TcpStream>,
     engine: &std::sync::Weak<EngineInner>,
     stall_timeout: Duration,
 ) -> io::Result<()> {
@@ -69,10 +69,11 @@ pub(crate) fn serve(
         let answerer = Answerer {
             engine: &owner,
             rails,
+            stream,
         };
         let (answer, goes_on) = answerer.answer(kind, &body, &mut accepted)?;
         drop(owner);
-        let mut out = stream;
+        let mut out = &**stream;
         out.write_all(&answer)?;
         if !goes_on {
             return Ok(());
@@ -87,6 +88,7 @@ pub(crate) fn serve(
 struct Answerer<'a> {
     engine: &'a Arc<EngineInner>,
     rails: &'a Arc<Rails>,
+    stream: &'a Arc<TcpStream>,
 }
 
 fn packed(kind: ControlType, body: &impl Serialize) -> io::Result<Vec<u8>> {
@@ -180,6 +182,10 @@ impl Answerer<'_> {
                 TransportErrorKind::PermissionDenied,
                 format!("a connection has at most {MOST_OF_A_CONNECTION} queue pairs"),
             ));
+        }
+        if asked.tag_opt.is_some() && accepted.0.is_empty() {
+            let writer = Writer::Key(asked.engine_key.clone());
+            self.engine.note_writer(self.stream, writer);
         }
         let (rails, options) = (self.rails, &self.rails.options);
         let rail = rails.asked_for(asked.rail)?;

@@ -14,7 +14,7 @@ use common::wire::rdma_control::ControlType;
 
 use crate::device::packed::{Packed, any_device};
 use crate::device::staging::{DEPTH, Way};
-use crate::engine::EngineInner;
+use crate::engine::{EngineInner, Writer};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::foreign::Place;
 use crate::region::RegionGuard;
@@ -99,7 +99,8 @@ fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::
         return Err(io::Error::other("this engine does not offer tcp"));
     }
     // The engine ends the connections that it is told of when it shuts down.
-    owner.adopt_tcp(stream, writer)?;
+    owner.note_writer(stream, Writer::Instance(writer));
+    owner.adopt_control(stream)?;
     drop(owner);
     // Whoever connected sends nothing before it has this, so all that can write is known by then.
     (&**stream).write_all(&wire::welcome())?;
