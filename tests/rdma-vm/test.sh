@@ -71,7 +71,8 @@ stage_rails() {
   passes 3 "$here/run.sh" -n rails -t 200 "$engine_tests" --ignored rdma_rails --test-threads 1
 }
 
-# Not one of those that run by themselves: the tests of all transports under AddressSanitizer.
+# Not one of those that run by themselves: the tests of all transports under AddressSanitizer. With
+# it a hundred sessions take longer to open in an emulated machine than a peer waits.
 stage_asan() {
   local build program
   export RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address
@@ -81,7 +82,8 @@ stage_asan() {
   # A driver is a library that no sanitizer was built into.
   "$cargo" build --locked --package device-stand-in
   cp "$target/debug/libdevice_stand_in.so" "$(dirname "$program")"
-  passes 20 "$here/run.sh" -n lo -t 900 -e FERRY_TEST_TRANSPORT=rdma "$program" --test-threads 1
+  passes 20 "$here/run.sh" -n lo -t 900 -e FERRY_TEST_TRANSPORT=rdma "$program" --test-threads 1 \
+    --skip a_hundred_sessions_share_a_device
 }
 
 # How rooms between two services end.
