@@ -91,7 +91,7 @@ stage_rooms() {
   local program
   program=$(test_program tests)
   passes 9 "$here/run.sh" -n lo -t 300 "$program" --ignored service::lifecycle::rdma --test-threads 2
-  passes 4 "$here/run.sh" -n veth -t 300 "$program" --ignored --nocapture service::rdma_links --test-threads 1
+  passes 5 "$here/run.sh" -n veth -t 300 "$program" --ignored --nocapture service::rdma_links --test-threads 1
 }
 
 # Alone on a machine, whose objects it counts.

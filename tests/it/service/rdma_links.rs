@@ -9,7 +9,10 @@ use tests::service::TransferService;
 use transfer_actor::api::{RoomStatus, RoomView};
 
 use super::lifecycle::wait_until_safe;
-use super::{Pair, SmallEngine, begin, bootstrap, cross, whole_chunk};
+use super::live_metrics::RDMA_DEVICE_NAMES;
+use super::{
+    AUX_BYTES, KV_BYTES, MAMBA_BYTES, Pair, SmallEngine, begin, bootstrap, cross, whole_chunk,
+};
 
 /// How long packets are held on their way where a test wants to meet them there.
 const ON_THE_WAY: Duration = Duration::from_secs(3);
@@ -121,6 +124,22 @@ fn wait_until_ended(engine: &SmallEngine, room: u64) {
         let has_ended = matches!(view.status, RoomStatus::Success | RoomStatus::Failed);
         (has_ended && view.release_safe).then_some(())
     });
+}
+
+#[test]
+#[ignore = "needs the pair of devices of make test-rdma"]
+fn what_the_dashboard_asks_of_network_devices_is_served_under_their_names() {
+    let pair = across();
+    let (text, label) = (
+        pair.prefill_service.metrics(),
+        format!("device=\"{SOURCE}\""),
+    );
+    for name in RDMA_DEVICE_NAMES {
+        let is_its = |line: &str| line.starts_with(name) && line.contains(&label);
+        assert!(text.lines().any(is_its), "{name} of {SOURCE}: {text}");
+    }
+    let moved = pair.prefill_service.metric(RDMA_DEVICE_NAMES[0], &[&label]);
+    assert_eq!(moved, (KV_BYTES + MAMBA_BYTES + AUX_BYTES) as f64);
 }
 
 #[test]
