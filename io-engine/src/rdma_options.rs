@@ -52,6 +52,9 @@ pub struct RdmaOptions {
     /// Whether memory is registered with the devices when it is registered with the engine, and
     /// not at its first use.
     pub registers_eagerly: bool,
+    /// Bytes of host memory that one registration covers at most; a longer region is registered in
+    /// slices. What the device takes at most holds besides.
+    pub most_region_bytes: u64,
 }
 
 impl Default for RdmaOptions {
@@ -77,6 +80,7 @@ impl Default for RdmaOptions {
             control_timeout: Duration::from_secs(5),
             token: String::new(),
             registers_eagerly: false,
+            most_region_bytes: u64::MAX,
         }
     }
 }
@@ -169,6 +173,15 @@ impl RdmaOptions {
         if let Some(ms) = number::<u32>(&variable, &["MORI_IO_CP_TIMEOUT_MS"], 1, 3_600_000)? {
             options.control_timeout = Duration::from_millis(u64::from(ms));
         }
+        if let Some(mib) = number::<u64>(&variable, &["FERRY_RDMA_REGION_MIB"], 1, u32::MAX)? {
+            options.most_region_bytes = mib << 20;
+        }
+        let threads = ["FERRY_RDMA_COMPLETION_THREADS"];
+        if let Some(threads) = number::<u32>(&variable, &threads, 1, 64)? {
+            options.completion_threads = threads as usize;
+        }
+        let eager = number::<u32>(&variable, &["FERRY_RDMA_REGISTER_EAGERLY"], 0, 1)?;
+        options.registers_eagerly = eager == Some(1);
         options.token = variable("FERRY_RDMA_TOKEN").unwrap_or_default();
         Ok(options)
     }
@@ -325,6 +338,9 @@ mod tests {
             ("MORI_IO_CP_TIMEOUT_MS", "250"),
             ("MORI_IO_QP_MAX_SGE", ""),
             ("FERRY_RDMA_DEVICE_MEMORY", "peer-memory, dma-buf"),
+            ("FERRY_RDMA_REGION_MIB", "4096"),
+            ("FERRY_RDMA_COMPLETION_THREADS", "3"),
+            ("FERRY_RDMA_REGISTER_EAGERLY", "1"),
         ])
         .unwrap();
         let paths = [NicPath::PeerMemory, NicPath::DmaBuf];
@@ -333,6 +349,11 @@ mod tests {
         assert_eq!(options.gid_index_opt, Some(3));
         assert_eq!(options.path_mtu_opt, Some(2048));
         assert_eq!((options.queue_pairs, options.retries), (4, 7));
+        assert_eq!(options.most_region_bytes, 4 << 30);
+        assert_eq!(
+            (options.completion_threads, options.registers_eagerly),
+            (3, true)
+        );
         assert_eq!((options.traffic_class, options.service_level), (96, 3));
         assert_eq!(options.control_timeout, Duration::from_millis(250));
         let silenced = read(&[("MORI_IO_TC", "96"), ("MORI_IO_TC_DISABLE", "1")]).unwrap();

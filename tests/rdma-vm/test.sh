@@ -96,7 +96,9 @@ stage_rooms() {
 
 # Alone on a machine, whose objects it counts.
 stage_cycles() {
-  passes 1 "$here/run.sh" -n lo -t 400 "$engine_tests" --ignored --exact rdma::ten_thousand_cycles_leave_no_verbs_object
+  passes 2 "$here/run.sh" -n lo -t 400 "$engine_tests" --ignored --test-threads 1 --exact \
+    rdma::ten_thousand_cycles_leave_no_verbs_object \
+    rdma::a_region_beyond_a_limit_is_registered_in_slices_and_written_across_their_seams
 }
 
 # Two machines, each of which runs its side of a test; one of them loses its power in the second.

@@ -180,6 +180,72 @@ fn notifications_are_counted_over_all_queue_pairs_of_a_session() {
     });
 }
 
+/// Memory regions that the kernel counts.
+fn kernel_regions() -> u64 {
+    let counted = objects();
+    let mut words = counted.split_whitespace();
+    words.find(|word| *word == "mr");
+    let number = words.next().and_then(|number| number.parse().ok());
+    number.expect("rdma resource show counts memory regions")
+}
+
+#[test]
+#[ignore = "alone on a machine, because it counts the machine's objects; make test-rdma does that"]
+fn a_region_beyond_a_limit_is_registered_in_slices_and_written_across_their_seams() {
+    let limited = |key: &str, bytes| {
+        let mut limited = config(key, TransportKind::Rdma);
+        limited.rdma.most_region_bytes = bytes;
+        limited.rdma.registers_eagerly = true;
+        limited.rdma.completion_threads = 3;
+        limited
+    };
+    let none = kernel_regions();
+    let whole = {
+        let pair = pair(TransportKind::Rdma);
+        write(
+            &pair.session,
+            &pair.local,
+            remote_of(&pair.remote.desc()),
+            one_run(0, 0, BYTES),
+        )
+        .unwrap();
+        kernel_regions()
+    };
+    // The seams are in different places on both sides, and in no page of their own.
+    let (own, theirs) = (BYTES / 3 + 100, BYTES / 5 + 7);
+    let slices = BYTES.div_ceil(own) + BYTES.div_ceil(theirs);
+    eventually("engines leave nothing", || kernel_regions() == none);
+    let pair = pair_with(limited("source", own), limited("target", theirs));
+    // Registered eagerly: nothing was written yet.
+    assert!(kernel_regions() >= none + slices);
+    let remote = remote_of(&pair.remote.desc());
+    let shift = 12_345;
+    for direction in [Direction::Write, Direction::Read] {
+        let runs = one_run(0, shift, BYTES - shift);
+        let pairs = vec![WritePair {
+            local: pair.local.clone(),
+            remote: remote.clone(),
+            runs,
+        }];
+        let moved = pair
+            .session
+            .transfer(direction, WriteBatch { pairs }, DEADLINE);
+        assert_eq!(moved.unwrap().bytes, BYTES - shift);
+        let (source, target) = (contents(&pair.source_memory), contents(&pair.target_memory));
+        let (len, shift) = ((BYTES - shift) as usize, shift as usize);
+        match direction {
+            Direction::Write => {
+                assert!(target[shift..] == source[..len]);
+                // What is read is none of what is there.
+                let cleared = vec![0; BYTES as usize];
+                pair.source_memory.write(ByteOffset(0), &cleared).unwrap();
+            }
+            Direction::Read => assert!(source[shift..] == target[..len]),
+        }
+    }
+    assert_eq!(kernel_regions(), whole + slices - 2);
+}
+
 /// Objects of each kind that the kernel counts: `pd 1 cq 2 qp 3 ...`.
 fn objects() -> String {
     let output = Command::new("rdma").args(["resource", "show"]).output();

@@ -1,5 +1,5 @@
-//! A region as one network device knows it: one registration, or for device memory that lies in
-//! several allocations as many, each with keys of its own.
+//! A region as one network device knows it: one registration, or several with keys of their own,
+//! where device memory lies in several allocations or a limit asks for slices.
 
 use std::sync::Arc;
 
@@ -39,8 +39,14 @@ impl Registration {
         options: &RdmaOptions,
     ) -> Result<Self, TransportError> {
         let Some(memory) = region.memory().device() else {
-            let memory = MemoryRegion::of_host_region(domain, region)?;
-            return Ok(Self::joined([(region.len().get(), memory)], false));
+            let device_most = domain.device().limits().max_region_bytes;
+            let most = options.most_region_bytes.min(device_most).max(1);
+            let slices = slices(region.len().get(), most).map(|(offset, length)| {
+                let memory = MemoryRegion::of_host_slice(domain, region, offset, length)?;
+                Ok((length, memory))
+            });
+            let slices = slices.collect::<Result<Vec<_>, TransportError>>()?;
+            return Ok(Self::joined(slices, false));
         };
         let range = (common::ids::ByteOffset(region.offset()), region.len());
         let order = &options.device_memory;
@@ -138,5 +144,32 @@ impl Registration {
         }
         drop(self);
         Ok(())
+    }
+}
+
+/// Where each slice of at most so many bytes begins, and its length; one of an empty region.
+fn slices(length: u64, most: u64) -> impl Iterator<Item = (u64, u64)> {
+    let count = length.div_ceil(most).max(1);
+    (0..count).map(move |slice| {
+        let offset = slice * most;
+        (offset, most.min(length - offset))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::slices;
+
+    #[test]
+    fn slices_cover_a_region_once() {
+        for (length, most, wanted) in [
+            (10, 4, &[(0, 4), (4, 4), (8, 2)][..]),
+            (8, 4, &[(0, 4), (4, 4)]),
+            (4, 4, &[(0, 4)]),
+            (3, u64::MAX, &[(0, 3)]),
+            (0, 4, &[(0, 0)]),
+        ] {
+            assert_eq!(slices(length, most).collect::<Vec<_>>(), wanted);
+        }
     }
 }

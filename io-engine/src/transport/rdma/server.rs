@@ -288,7 +288,7 @@ impl Answerer<'_> {
         if asked.tag_opt.is_none() && !tag.parts.is_empty() {
             return refused(
                 TransportErrorKind::NoCommonTransport,
-                "it lies in several allocations, and a peer of another make takes one key only",
+                "it is registered in several pieces, and a peer of another make takes one key only",
             );
         }
         Ok((registered.keys(), tag))

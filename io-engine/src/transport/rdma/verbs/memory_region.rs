@@ -55,9 +55,21 @@ impl MemoryRegion {
         domain: &Arc<ProtectionDomain>,
         region: &Region,
     ) -> Result<Self, TransportError> {
-        let length = region.len().get();
+        Self::of_host_slice(domain, region, 0, region.len().get())
+    }
+
+    /// Registers a part of a region in host memory.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::of_host_region`], and when the part leaves the region.
+    pub(crate) fn of_host_slice(
+        domain: &Arc<ProtectionDomain>,
+        region: &Region,
+        offset: u64,
+        length: u64,
+    ) -> Result<Self, TransportError> {
         check_length(domain, region, length)?;
-        let address = region.address(0, length)?;
+        let address = region.address(offset, length)?;
         let kept = Kept::Region(region.clone());
         // SAFETY: the address was checked against the region, which is kept until the
         // registration has ended.
