@@ -34,6 +34,16 @@ ATTACH = {
         "states": [],
     },
 }
+EXPORTED = {"generation": None, "ranks": [], "registrations": {}, "draining_since": 7}
+REG_ENDPOINT = (
+    "00 00000036 96 a5656e672d41 92 93ff0100 93ff0100 00 95 00 cd1000 01 9100"
+    "92 c410 00000000000000000000ffff7f000001 c406 000000000000 00 00"
+)
+ASK_REGION = "01 0000000e 94 a5656e672d42 00 07 94 00000000"
+RETIRE = "02 00000003 92 09 01"
+# An engine of no more than a key, and one memory without elements.
+DIRECTORY = "92 c403 91a165 91 c401 90"
+LOG = b'0 commit 1 0 ["a\\u001fgeneration","a\\u001fdraining"]\t\t\x011\n'
 
 
 def messages(value):
@@ -86,6 +96,18 @@ def seeds():
         if body := step["request"].get("body"):
             text = body if isinstance(body, str) else json.dumps(body)
             yield "registration", text.encode()
+            yield "admin_body", text.encode()
+        if (text := step["response"].get("body", "")).startswith("{"):
+            yield "bootstrap_answer", text.encode()
+    registration = {"role": "prefill", "instance": "h:1", "rank": 0, "component_types": ["mamba"]}
+    for register in registers:
+        yield "admin_body", json.dumps(registration | {"register_frames": register}).encode()
+    export = {"version": 1, "exported_at": 1, "engines": {"a": EXPORTED}}
+    yield "admin_body", json.dumps(export).encode()
+    for text in REG_ENDPOINT, ASK_REGION, RETIRE:
+        yield "rdma_control", bytes.fromhex(text)
+    yield "directory", bytes.fromhex(DIRECTORY)
+    yield "store_log", LOG
     yield "attach_request", json.dumps(ATTACH).encode()
     request = struct.pack("<BQIIQ", 1, 7, 1, 2, 0x300)
     group = struct.pack("<I16sI", 1, bytes(16), 2)

@@ -256,9 +256,14 @@ pub(crate) async fn query_dp_ranks(
 /// What SGLang sends is read in one pass; a body that has anything else is read again by the same
 /// rules as all others, which find what is wrong with it.
 fn asked_rooms(body: &[u8]) -> Result<Vec<u64>, fields::FieldError> {
-    if let Some(rooms) = plain_rooms(body) {
-        return Ok(rooms);
+    match plain_rooms(body) {
+        Some(rooms) => Ok(rooms),
+        None => any_rooms(body),
     }
+}
+
+/// The rooms that are asked for, by the rules of all bodies.
+fn any_rooms(body: &[u8]) -> Result<Vec<u64>, fields::FieldError> {
     let map = fields::object(body)?;
     let rooms = map
         .get("bootstrap_rooms")
@@ -274,6 +279,15 @@ fn asked_rooms(body: &[u8]) -> Result<Vec<u64>, fields::FieldError> {
         .iter()
         .map(|room| fields::whole(room, "a room", 0, MAX_ROOM))
         .collect()
+}
+
+/// Reads any bytes as a question for rooms: the one pass finds what the rules of all bodies find.
+#[cfg(fuzzing)]
+pub fn read_any_rooms(body: &[u8]) {
+    if let Some(rooms) = plain_rooms(body) {
+        assert_eq!(any_rooms(body), Ok(rooms));
+    }
+    let _ = any_rooms(body);
 }
 
 /// Reads `{"bootstrap_rooms": [1, 2, 3]}` with any spacing: good rooms only, and nothing else in it.

@@ -7,6 +7,9 @@ use crate::plan::PlanError;
 use crate::wire::route::TopologyReply;
 use crate::wire::unique_rank;
 
+/// Ranks of one engine at most; the bootstrap server takes no more.
+pub const MAX_RANKS: u64 = 1 << 20;
+
 /// Sizes of the parallel groups and this rank's number in each; sizes are at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
@@ -100,7 +103,7 @@ impl TryFrom<&TopologyReply> for PrefillTopology {
     type Error = PlanError;
 
     /// # Errors
-    /// [`PlanError::Topology`] when a size is 0.
+    /// [`PlanError::Topology`] when a size is 0, or there are more than [`MAX_RANKS`].
     fn try_from(reply: &TopologyReply) -> Result<Self, PlanError> {
         let sizes = [
             reply.attn_tp_size,
@@ -111,6 +114,15 @@ impl TryFrom<&TopologyReply> for PrefillTopology {
         if sizes.contains(&0) {
             return Err(PlanError::Topology {
                 detail: format!("the prefill published a size of 0 (tp, cp, dp, pp: {sizes:?})"),
+            });
+        }
+        let mut factors = sizes.iter().map(|size| u64::from(*size));
+        let ranks = factors.try_fold(1, u64::checked_mul);
+        if ranks.is_none_or(|ranks| ranks > MAX_RANKS) {
+            return Err(PlanError::Topology {
+                detail: format!(
+                    "the prefill published more than {MAX_RANKS} ranks (tp, cp, dp, pp: {sizes:?})"
+                ),
             });
         }
         Ok(Self {

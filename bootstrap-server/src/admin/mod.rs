@@ -286,3 +286,23 @@ fn known_engine(fleet: &Data<Fleet>, namespace: &str) -> Result<(), ApiError> {
         Err(unknown_engine(namespace))
     }
 }
+
+/// Reads any bytes as each body that the API takes.
+#[cfg(fuzzing)]
+pub fn read_any_body(bytes: &[u8]) {
+    use common::wire::route::{RankReport, RegistrationBody};
+
+    let _ = serde_json::from_slice::<RankReport>(bytes);
+    let _ = serde_json::from_slice::<crate::api::Drain>(bytes);
+    if let Ok(body) = serde_json::from_slice::<RegistrationBody>(bytes)
+        && let Ok(register) = registrations::decode_register(&body)
+    {
+        let shown = registrations::components(&register, &body.component_types, true);
+        assert_eq!(shown.len(), register.states.len() + 2);
+    }
+    if let Ok(document) = serde_json::from_slice::<crate::api::Export>(bytes) {
+        for (name, value) in document.engines {
+            registry::check_any(&name, value);
+        }
+    }
+}

@@ -60,7 +60,11 @@ pub(crate) fn describe(
     }
 }
 
-fn components(register: &Register, types: &[String], is_whole: bool) -> Vec<api::Component> {
+pub(super) fn components(
+    register: &Register,
+    types: &[String],
+    is_whole: bool,
+) -> Vec<api::Component> {
     let present = |descs: &[MemoryDesc]| descs.iter().cloned().map(Some).collect::<Vec<_>>();
     let mut components = vec![api::Component {
         item_lengths: vec![register.kv_item_len],

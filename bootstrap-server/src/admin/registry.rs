@@ -149,3 +149,13 @@ fn checked(name: &str, value: serde_json::Value) -> Result<Namespace, String> {
     }
     Namespace::try_from(engine)
 }
+
+/// What is taken can be exported, and is then taken as the same.
+#[cfg(fuzzing)]
+pub(super) fn check_any(name: &str, value: serde_json::Value) {
+    let Ok(space) = checked(name, value) else {
+        return;
+    };
+    let exported = serde_json::to_value(ExportedEngine::from(&space)).expect("a document");
+    assert_eq!(checked(name, exported), Ok(space));
+}

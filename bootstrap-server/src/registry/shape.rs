@@ -1,14 +1,13 @@
 //! What a `PUT /route` says: a rank's place, its address, and the shape that it shares with the
 //! other ranks of its generation.
 
+use common::topology::MAX_RANKS;
 use common::wire::route::RouteRelease;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::fields::{self, FieldError};
 
-/// Ranks of one engine at most.
-const MAX_RANKS: u64 = 1 << 20;
 const MAX_SIZE: u64 = 1 << 16;
 /// Bytes of one text at most.
 const MAX_TEXT: usize = 1024;

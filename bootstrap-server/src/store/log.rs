@@ -127,14 +127,14 @@ pub fn read(bytes: &[u8]) -> Log {
                 highest = number;
             }
             Some(Line::Commit(number, said)) => {
-                log.unreadable.extend(range(highest + 1, number - 1));
+                log.unreadable.extend(between(highest, number));
                 log.keys.extend(said);
                 (highest, damaged) = (number, 0);
             }
             None => damaged += u64::from(!is_torn),
         }
     }
-    let at_the_end = range(highest + 1, highest + damaged);
+    let at_the_end = between(highest, highest.saturating_add(damaged).saturating_add(1));
     log.unreadable.extend(at_the_end);
     log
 }
@@ -145,7 +145,9 @@ fn is_torn(line: &[u8]) -> bool {
     !line.ends_with(b"\n") || line.starts_with(&[0]) || line.windows(2).any(|two| two == [0, 0])
 }
 
-fn range(first: u64, last: u64) -> Option<RangeInclusive<u64>> {
+/// The commits between two.
+fn between(before: u64, behind: u64) -> Option<RangeInclusive<u64>> {
+    let (first, last) = (before.checked_add(1)?, behind.checked_sub(1)?);
     (first <= last).then_some(first..=last)
 }
 
@@ -246,6 +248,37 @@ pub fn overlay(checkpoint: Vec<Entry>, log: Log) -> Loaded {
     Loaded {
         lost: named.chain(unnamed).collect(),
         entries: values.into_iter().collect(),
+    }
+}
+
+/// Reads any bytes as a log, and then with the sums that its lines should have.
+#[cfg(fuzzing)]
+pub fn read_any(bytes: &[u8]) {
+    let _ = overlay(Vec::new(), read(bytes));
+    let mut lines = Vec::new();
+    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+        let Some(tab) = line.iter().position(|byte| *byte == TAB) else {
+            lines.extend_from_slice(line);
+            continue;
+        };
+        let (head, values) = (&line[..tab], &line[tab + 1..]);
+        let words = head.splitn(5, |byte| *byte == b' ').collect::<Vec<_>>();
+        let [_, kind, number, _, keys] = words[..] else {
+            lines.extend_from_slice(line);
+            continue;
+        };
+        let sum = crc32fast::hash(values.strip_suffix(b"\n").unwrap_or(values));
+        let head = [kind, number, format!("{sum:08x}").as_bytes(), keys].join(&b' ');
+        lines.extend_from_slice(format!("{:08x} ", crc32fast::hash(&head)).as_bytes());
+        lines.extend_from_slice(&head);
+        lines.extend_from_slice(&line[tab..]);
+    }
+    let loaded = overlay(Vec::new(), read(&lines));
+    if let Ok((state, _)) = super::state_of(&loaded.entries) {
+        // What was read can be written, and is then read as the same.
+        let entries = super::entries_of(&state).expect("a state can be written");
+        let (again, lost) = super::state_of(&entries).expect("our own version");
+        assert_eq!((again, lost), (state, Vec::new()));
     }
 }
 

@@ -21,6 +21,8 @@ use crate::registry::State;
 
 use self::encoding::entries_of;
 pub use self::encoding::{changes_of, shown_key, state_of};
+#[cfg(fuzzing)]
+pub use self::log::read_any as read_any_log;
 pub use self::memory::MemoryStore;
 pub use self::sled::SledStore;
 

@@ -5,6 +5,7 @@
 //! are made from them in [`crate::schema`].
 
 pub mod descriptor;
+pub mod directory;
 pub mod error;
 pub mod frame;
 pub mod int_lists;
@@ -17,6 +18,7 @@ pub mod status;
 pub mod transfer_info;
 
 pub use descriptor::{EngineDesc, MemoryDesc, MemoryLocation};
+pub use directory::EngineEntry;
 pub use error::WireError;
 pub use frame::Frame;
 pub use message::{

@@ -198,3 +198,31 @@ fn whole_flows_are_read_and_written() {
     }
     tally.finish("wire_flows");
 }
+
+#[test]
+fn a_prefix_of_zero_is_read_as_it_came_and_sent_as_an_empty_frame() {
+    // SGLang's reader gives 0 for "0" and None for an empty frame, its writer makes empty frames.
+    let frames = |prefix: &[u8]| -> Vec<Frame> {
+        let frames: [&[u8]; 10] = [
+            b"MoriMsgGuard",
+            b"7",
+            b"127.0.0.1",
+            b"1",
+            b"key",
+            b"",
+            b"1",
+            b"",
+            b"1",
+            prefix,
+        ];
+        frames.map(<[u8]>::to_vec).into()
+    };
+    for (prefix, expected) in [(b"0".as_slice(), Some(0)), (b"", None)] {
+        let ControlMessage::TransferInfo(info) = decoded(&frames(prefix)).unwrap() else {
+            panic!("not what was sent");
+        };
+        assert_eq!(info.decode_prefix_len, expected);
+        let message = ControlMessage::TransferInfo(info);
+        assert_eq!(message.encode(Release::NEWEST).unwrap()[9], b"");
+    }
+}

@@ -4,6 +4,7 @@ use common::ids::Generation;
 use common::room::{DeferredBootstrap, DeferredNotice, advance};
 use common::topology::{DecodeSide, PrefillTopology, parse_endpoint, resolve_rank_mapping};
 use common::wire::KvPoll;
+use common::wire::route::TopologyReply;
 use golden::{Tally, list};
 use serde_json::{Value, json};
 
@@ -126,4 +127,27 @@ fn rooms() {
         }
     }
     tally.finish("deferred_bootstrap_traces");
+}
+
+#[test]
+fn a_published_size_is_no_reason_to_allocate() {
+    let reply = |tp: u32, cp: u32| -> TopologyReply {
+        let reply = serde_json::json!({
+            "attn_tp_size": tp, "attn_cp_size": cp, "dp_size": 1, "pp_size": 1,
+            "page_size": 64, "kv_cache_dtype": null, "follow_bootstrap_room": false,
+        });
+        serde_json::from_value(reply).unwrap()
+    };
+    assert!(PrefillTopology::try_from(&reply(1 << 10, 1 << 10)).is_ok());
+    for (tp, cp) in [
+        (1 << 10, (1 << 10) + 1),
+        (u32::MAX, 1),
+        (u32::MAX, u32::MAX),
+    ] {
+        let error = PrefillTopology::try_from(&reply(tp, cp)).unwrap_err();
+        assert!(
+            error.to_string().contains("more than 1048576 ranks"),
+            "{error}"
+        );
+    }
 }

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::wire::{EngineDesc, MemoryDesc};
-use rmpv::Value;
+use common::wire::EngineEntry;
 
 /// Begins an answer.
 const MAGIC: &[u8; 4] = b"FRYM";
@@ -15,13 +14,6 @@ const MAGIC: &[u8; 4] = b"FRYM";
 const MAX_ANSWER: u32 = 16 << 20;
 /// How long a connection, an answer, and whoever takes one may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
-
-/// An engine and its memory.
-#[derive(Clone, Debug)]
-pub(super) struct Entry {
-    pub(super) engine: EngineDesc,
-    pub(super) memories: Vec<MemoryDesc>,
-}
 
 /// A listener that answers with the entry as it is at the time.
 pub(super) struct Directory {
@@ -32,7 +24,7 @@ pub(super) struct Directory {
 impl Directory {
     pub(super) fn serve(
         bind: IpAddr,
-        entry: impl Fn() -> Entry + Send + 'static,
+        entry: impl Fn() -> EngineEntry + Send + 'static,
     ) -> io::Result<Self> {
         let listener = TcpListener::bind((bind, 0))?;
         let address = listener.local_addr()?;
@@ -74,18 +66,9 @@ impl Drop for Directory {
     }
 }
 
-fn tell(mut stream: TcpStream, entry: &Entry) -> io::Result<()> {
+fn tell(mut stream: TcpStream, entry: &EngineEntry) -> io::Result<()> {
     stream.set_write_timeout(Some(TIMEOUT))?;
-    let packed = |bytes: Result<Vec<u8>, common::wire::WireError>| {
-        bytes.map(Value::Binary).map_err(io::Error::other)
-    };
-    let memories = entry.memories.iter().map(|memory| packed(memory.pack()));
-    let value = Value::Array(vec![
-        packed(entry.engine.pack())?,
-        Value::Array(memories.collect::<io::Result<_>>()?),
-    ]);
-    let mut body = Vec::new();
-    rmpv::encode::write_value(&mut body, &value).map_err(io::Error::other)?;
+    let body = entry.pack().map_err(io::Error::other)?;
     let len = u32::try_from(body.len()).map_err(io::Error::other)?;
     stream.write_all(MAGIC)?;
     stream.write_all(&len.to_be_bytes())?;
@@ -104,7 +87,7 @@ fn connect(session: &str) -> io::Result<TcpStream> {
 }
 
 /// Asks the engine behind a session (`host:port`).
-pub(super) fn ask(session: &str) -> io::Result<Entry> {
+pub(super) fn ask(session: &str) -> io::Result<EngineEntry> {
     let mut stream = connect(session)?;
     stream.set_read_timeout(Some(TIMEOUT))?;
     let invalid = |what: &str| {
@@ -121,18 +104,5 @@ pub(super) fn ask(session: &str) -> io::Result<Entry> {
     }
     let mut body = vec![0; len as usize];
     stream.read_exact(&mut body)?;
-    read(&body).ok_or_else(|| invalid("its descriptors cannot be read"))
-}
-
-fn read(body: &[u8]) -> Option<Entry> {
-    let value = rmpv::decode::read_value(&mut &*body).ok()?;
-    let [engine, memories] = value.as_array()?.as_slice() else {
-        return None;
-    };
-    let memories = memories.as_array()?.iter();
-    let memories = memories.map(|memory| MemoryDesc::unpack(memory.as_slice()?).ok());
-    Some(Entry {
-        engine: EngineDesc::unpack(engine.as_slice()?).ok()?,
-        memories: memories.collect::<Option<_>>()?,
-    })
+    EngineEntry::unpack(&body).map_err(|error| invalid(&error.to_string()))
 }

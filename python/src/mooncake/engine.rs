@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use common::plan::{RunList, StridedRun};
-use common::wire::EngineDesc;
+use common::wire::{EngineDesc, EngineEntry};
 use io_engine::{
     ByteLen, ByteOffset, Direction, Engine, EngineConfig, PeerSessions, Reach, Region,
     RemoteRegion, WriteBatch, WritePair,
@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use transfer_actor::api::Role;
 use transfer_actor::metrics::{TransferLabels, TransferMetrics};
 
-use crate::mooncake::directory::{self, Directory, Entry};
+use crate::mooncake::directory::{self, Directory};
 use crate::mori::numbers::numbers;
 use crate::mori::{fault, resolved, transports};
 use crate::pool::borrowed;
@@ -81,7 +81,7 @@ impl MooncakeEngine {
             let engine = Engine::start(config).map_err(said)?;
             let regions = Arc::<Mutex<BTreeMap<u64, Region>>>::default();
             let (desc, known) = (engine.desc(), Arc::clone(&regions));
-            let entry = move || Entry {
+            let entry = move || EngineEntry {
                 engine: desc.clone(),
                 memories: locked(&known).values().map(Region::desc).collect(),
             };
