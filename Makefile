@@ -49,7 +49,7 @@ release: cargo python verbs-headers ## Builds the programs and the wheel with al
 	$(RDMA_BUILD) $(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --features transfer-actor/rdma
 	$(MAKE) --no-print-directory wheel WHEEL_PROFILE=release RDMA=1
 
-test: cargo system-packages sglang nextest test-python test-page test-sim ## Runs every test
+test: cargo system-packages sglang nextest test-python test-page test-sim test-loom ## Runs every test
 	rm -f $(FERRY_SKIP_LOG)
 	$(CARGO) build --workspace --locked --bins
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
@@ -164,6 +164,13 @@ HOST_TARGET = $(shell rustc -vV | sed -n 's/^host: //p')
 test-asan: cargo system-packages nextest ## The io engine's tests under AddressSanitizer
 	$(NIGHTLY_FEATURES) RUSTFLAGS="-Zsanitizer=address" $(CARGO) nextest run --package io-engine --locked \
 	  --target $(HOST_TARGET) --target-dir $(abspath $(or $(CARGO_TARGET_DIR),target))/asan
+
+# The models' own name, since `--cfg loom` would change crates that they do not look at.
+.PHONY: test-loom
+test-loom: cargo nextest ## The io engine's locks, flags and wake-ups in every order of its threads, under loom (part of `test`)
+	RUSTFLAGS="--cfg ferry_loom" $(CARGO) nextest run --package io-engine --lib --locked \
+	  --config profile.dev.package.loom.opt-level=2 --config profile.dev.package.generator.opt-level=2 \
+	  --target-dir $(abspath $(or $(CARGO_TARGET_DIR),target))/loom -E 'test(/^models::/)'
 
 FUZZ_TARGETS = $(notdir $(basename $(wildcard fuzz/fuzz_targets/*.rs)))
 FUZZ_S ?= 60

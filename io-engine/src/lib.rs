@@ -32,6 +32,8 @@ mod error;
 mod fault;
 mod foreign;
 mod memory;
+#[cfg(all(test, ferry_loom))]
+mod models;
 mod nic_map;
 mod offer;
 mod process;
@@ -41,6 +43,7 @@ mod region;
 mod session;
 mod status;
 mod stream;
+mod sync;
 mod sys;
 mod timer;
 mod transport;

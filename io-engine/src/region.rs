@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Instant;
 
 use common::ids::{ByteLen, ByteOffset};
@@ -11,6 +11,7 @@ use subtle::ConstantTimeEq;
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::foreign::{AnyMemory, CALLERS_OWN, Place};
+use crate::sync::{Condvar, Mutex};
 
 /// First element of the tags that a Ferry engine appends to descriptors.
 pub(crate) const TAG_MAGIC: &str = "FRY1";

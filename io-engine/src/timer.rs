@@ -2,11 +2,12 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::status::Status;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// How long pieces that were begun may take to come back once the batch's time is over, unless the
 /// transport says otherwise. Copies do within milliseconds, and then it is proved that nothing is

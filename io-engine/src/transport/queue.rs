@@ -5,12 +5,13 @@
 //! Run lists are expanded here, range by range, into the worker's own buffer.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::error::TransportError;
 use crate::session::Job;
 use crate::status::Status;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::sys::MAX_VECTORS;
 
 /// Bytes of one piece at most; a longer range is cut exactly there. Small, so that workers finish a

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,7 @@ use crate::foreign::Place;
 use crate::region::RegionKey;
 use crate::session::{Direction, Job};
 use crate::status::Status;
+use crate::sync::SleepFlag;
 use crate::sys::{self, Interest, IoVec, io_vec};
 use crate::transport::queue::{PIECE_BYTES, PieceRange, Taken};
 use crate::transport::tcp::vectored::{receive_all, send_all};
@@ -51,7 +52,7 @@ struct Lane {
     /// Wakes the thread when there are batches.
     wake: File,
     /// Whether the thread waits, so that it has to be woken.
-    is_waiting: AtomicBool,
+    is_waiting: SleepFlag,
     state: Mutex<LaneState>,
 }
 
@@ -113,7 +114,7 @@ impl Lanes {
             Ok(Lane {
                 stream,
                 wake: sys::event()?,
-                is_waiting: AtomicBool::new(false),
+                is_waiting: SleepFlag::new(),
                 state: Mutex::default(),
             })
         };
@@ -369,7 +370,7 @@ impl Lanes {
 
     /// Waits for an answer, for batches, or for the peer's end.
     fn wait(&self, lane: &Lane) -> io::Result<()> {
-        lane.is_waiting.store(true, Ordering::SeqCst);
+        lane.is_waiting.raise();
         // A batch that came before the flag was up woke nobody.
         let state = lane.lock();
         let is_landing = !state.landing.is_empty();
@@ -388,7 +389,7 @@ impl Lanes {
             (lane.wake.as_fd(), Interest::Readable),
         ];
         let ready = sys::wait_for(fds, timeout_opt);
-        lane.is_waiting.store(false, Ordering::SeqCst);
+        lane.is_waiting.lower();
         let [is_ready, is_woken] = ready?;
         if is_woken {
             // Takes the count back to zero; what it was does not matter.
@@ -605,7 +606,7 @@ impl Lane {
     }
 
     fn wake_if_waiting(&self) {
-        if self.is_waiting.load(Ordering::SeqCst) {
+        if self.is_waiting.is_up() {
             self.wake();
         }
     }
