@@ -92,6 +92,11 @@ fn bootstrap(arguments: &[&str]) -> (BootstrapServer, tempfile::TempDir) {
     (BootstrapServer::start(folder.path(), arguments), folder)
 }
 
+/// One that soon notices a rank that is gone.
+fn probing_bootstrap() -> (BootstrapServer, tempfile::TempDir) {
+    bootstrap(&["--probe-interval", "1", "--probe-misses", "2"])
+}
+
 /// An engine with one small pool, attached to a service.
 struct SmallEngine {
     runtime: tokio::runtime::Runtime,
@@ -279,13 +284,23 @@ impl Pair {
     }
 
     fn start_over(transport: &str, prefill_arguments: &[&str], decode_arguments: &[&str]) -> Self {
-        let (server, folder) = bootstrap(&["--probe-interval", "1", "--probe-misses", "2"]);
         let over = |arguments: &[&str]| {
             let arguments = [&["--transports", transport], arguments].concat();
             TransferService::start(&arguments)
         };
-        let prefill_service = over(prefill_arguments);
-        let decode_service = over(decode_arguments);
+        Self::join(
+            probing_bootstrap(),
+            over(prefill_arguments),
+            over(decode_arguments),
+        )
+    }
+
+    /// An engine of each role, attached to services that run.
+    fn join(
+        (server, folder): (BootstrapServer, tempfile::TempDir),
+        prefill_service: TransferService,
+        decode_service: TransferService,
+    ) -> Self {
         Self {
             prefill: SmallEngine::prefill(&prefill_service, &server),
             decode: SmallEngine::decode(&decode_service, &server),

@@ -11,7 +11,8 @@ use transfer_actor::api::{RoomStatus, RoomView};
 use super::lifecycle::wait_until_safe;
 use super::live_metrics::RDMA_DEVICE_NAMES;
 use super::{
-    AUX_BYTES, KV_BYTES, MAMBA_BYTES, Pair, SmallEngine, begin, bootstrap, cross, whole_chunk,
+    AUX_BYTES, KV_BYTES, MAMBA_BYTES, Pair, SmallEngine, begin, cross, probing_bootstrap,
+    whole_chunk,
 };
 
 /// How long packets are held on their way where a test wants to meet them there.
@@ -59,16 +60,7 @@ fn service(device: &str) -> TransferService {
 
 /// A pair that has moved a request over the wire.
 fn across() -> Pair {
-    let (server, folder) = bootstrap(&["--probe-interval", "1", "--probe-misses", "2"]);
-    let (prefill_service, decode_service) = (service(SOURCE), service(TARGET));
-    let pair = Pair {
-        prefill: SmallEngine::prefill(&prefill_service, &server),
-        decode: SmallEngine::decode(&decode_service, &server),
-        prefill_service,
-        decode_service,
-        server,
-        _folder: folder,
-    };
+    let pair = Pair::join(probing_bootstrap(), service(SOURCE), service(TARGET));
     cross(&pair.prefill, &pair.decode, 9);
     pair
 }
