@@ -49,9 +49,13 @@ release: cargo python verbs-headers ## Builds the programs and the wheel with al
 	$(RDMA_BUILD) $(CARGO) build --release --locked --package bootstrap-server --package transfer-actor --features transfer-actor/rdma
 	$(MAKE) --no-print-directory wheel WHEEL_PROFILE=release RDMA=1
 
+# Programs, libraries and tests in one build, as all of the workspace: a package that is built alone
+# has fewer features of what it depends on, which is compiled once more then.
+BUILD_TESTS := $(CARGO) build --workspace --locked --lib --bins --tests
+
 test: cargo system-packages sglang nextest test-python test-page test-sim test-loom ## Runs every test
 	rm -f $(FERRY_SKIP_LOG)
-	$(CARGO) build --workspace --locked --bins
+	$(BUILD_TESTS)
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
 	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
 	$(FERRY_PYTHON) tests/conformance/endurance.py
@@ -68,12 +72,12 @@ wheel: cargo python $(if $(RDMA),verbs-headers) ## Builds the Python wheel (WHEE
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps $(WHEELS)/*.whl
 
 test-python: wheel ## The Python module's own tests
-	$(CARGO) build --locked --package device-stand-in
+	$(BUILD_TESTS)
 	FERRY_STAND_IN_LIBRARY=$(STAND_IN_DEBUG) \
 	  FERRY_WHEELS=$(WHEELS) $(VENV)/bin/pytest --quiet -p no:cacheprovider python/tests
 
 test-page: cargo browser ## The bootstrap server's page in headless Chromium (its pictures: target/page-screenshots)
-	$(CARGO) build --workspace --locked --bins
+	$(BUILD_TESTS)
 	$(VENV)/bin/pytest --quiet -p no:cacheprovider tests/page
 
 .PHONY: test-hostile
@@ -99,7 +103,7 @@ test-limits: cargo nextest ## One rank under 1,000,000 orphan rooms, as many mal
 
 .PHONY: chaos-programs test-chaos test-links
 chaos-programs: cargo
-	$(CARGO) build --locked --package tests --package transfer-actor --package bootstrap-server --bins
+	$(BUILD_TESTS)
 
 test-chaos: chaos-programs ## Kills and stops real ranks and the bootstrap server under load for CHAOS_S=120 seconds (FERRY_SEED=n repeats choices)
 	$(or $(CARGO_TARGET_DIR),target)/debug/ferry-chaos
@@ -109,8 +113,8 @@ test-links: chaos-programs ## The same between network namespaces whose links ar
 
 test-rdma: cargo verbs-headers sglang ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
 	tests/rdma-vm/setup.sh
-	$(RDMA_BUILD) $(CARGO) clippy --package io-engine --package transfer-actor --package demo --package ferry-python --package tests \
-	  --features demo/rdma,ferry-python/rdma,tests/rdma --all-targets --locked -- -D warnings
+	$(RDMA_BUILD) $(CARGO) clippy --workspace --features demo/rdma,ferry-python/rdma,tests/rdma,bench-driver/rdma \
+	  --all-targets --locked -- -D warnings
 	$(MAKE) --no-print-directory wheel RDMA=1
 	$(RDMA_BUILD) tests/rdma-vm/test.sh $(STAGES)
 
@@ -127,21 +131,21 @@ test-sglang: cargo sglang wheel nextest ## SGLang's own classes as the other sid
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
 	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
 	$(FERRY_PYTHON) tests/conformance/endurance.py
-	$(CARGO) build --workspace --locked --bins
-	$(CARGO) nextest run --package tests --locked --no-fail-fast conformance
+	$(BUILD_TESTS)
+	$(CARGO) nextest run --workspace --locked --no-fail-fast -E 'package(tests) & test(/^conformance::/)'
 
 # Left out: older releases, whose messages do not know where memory is, and what needs the hooks of
 # the double of MoRI, which knows no device. Most of a test is waiting, so more run than there are
 # processors.
-ON_DEVICE_TESTS := test(/^conformance::/) - test(/^conformance::releases::/) \
+ON_DEVICE_TESTS := package(tests) & test(/^conformance::/) - test(/^conformance::releases::/) \
   - test(/^conformance::ends::(a_failed_write_of_sglang|a_decode_gives_up_while_sglang_writes)$$/)
 
 .PHONY: test-device
 test-device: cargo sglang wheel nextest ## The conformance tests with pools in device memory, over shm and tcp and the stand-in for a driver
-	$(CARGO) build --locked --package bootstrap-server --package device-stand-in
+	$(BUILD_TESTS)
 	for transport in shm tcp; do \
 	  FERRY_TEST_MEMORY=device FERRY_TEST_TRANSPORT=$$transport FERRY_CUDA_LIBRARY=$(STAND_IN_DEBUG) \
-	    $(CARGO) nextest run --package tests --locked --no-fail-fast --test-threads $$((2 * $$(nproc))) \
+	    $(CARGO) nextest run --workspace --locked --no-fail-fast --test-threads $$((2 * $$(nproc))) \
 	    -E '$(ON_DEVICE_TESTS)' || exit 1; \
 	done
 
@@ -178,7 +182,7 @@ FUZZ_CORPUS := target/fuzz-corpus
 FUZZ_BUILD = $(abspath $(or $(CARGO_TARGET_DIR),target))/fuzz
 
 test-fuzz: cargo system-packages ## Every decoder of foreign bytes, fuzzed for FUZZ_S=60 seconds each
-	@$(CARGO) fuzz --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-fuzz
+	@$(CARGO) fuzz --version >/dev/null 2>&1 || $(INSTALL_TOOL) cargo-fuzz
 	python3 fuzz/seeds.py $(FUZZ_CORPUS)
 	$(NIGHTLY_FEATURES) $(CARGO) fuzz build --target-dir $(FUZZ_BUILD)
 	@for target in $(FUZZ_TARGETS); do \
@@ -274,8 +278,11 @@ $(VENV)/page: tests/page/requirements.txt $(VENV)/ready | system-packages
 sglang: python
 	@tests/conformance/fetch.sh $(FERRY_SGLANG) $(SGLANG_RELEASE) $(SGLANG_OLDER)
 
+# Optimising these takes longer than what they do here gains from it.
+INSTALL_TOOL := $(CARGO) install --locked --debug
+
 nextest:
-	@$(CARGO) nextest --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-nextest
+	@$(CARGO) nextest --version >/dev/null 2>&1 || $(INSTALL_TOOL) cargo-nextest
 
 deny:
-	@$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-deny
+	@$(CARGO) deny --version >/dev/null 2>&1 || $(INSTALL_TOOL) cargo-deny

@@ -10,21 +10,25 @@ target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 stages=(misuse start transports faults rails rooms cycles two demo sglang)
 [[ $# == 0 ]] || stages=("$@")
 
-"$cargo" build --locked --package bootstrap-server --package transfer-actor --package demo --bins \
-  --features demo/rdma
-"$cargo" build --locked --package device-stand-in
+# All that is built here is built as one workspace: a package alone has other features of what it
+# depends on, which would be compiled once more.
+workspace=(--workspace --locked --features "demo/rdma,ferry-python/rdma,tests/rdma")
+"$cargo" build "${workspace[@]}" --lib --bins --tests
 
-# test_program PACKAGE [OPTION]...: builds its integration tests; the path.
+# test_program PACKAGE OPTION...: builds its integration tests with these options; the path.
 test_program() {
-  "$cargo" test --locked --package "$@" --features rdma --test it --no-run --message-format=json | python3 -c '
+  local package=$1
+  shift
+  "$cargo" test "$@" --test it --no-run --message-format=json | python3 -c '
 import json, sys
 for line in sys.stdin:
     message = json.loads(line)
     if message.get("executable") and message["target"]["name"] == "it":
-        print(message["executable"])
-'
+        if message["manifest_path"].endswith(f"/{sys.argv[1]}/Cargo.toml"):
+            print(message["executable"])
+' "$package"
 }
-engine_tests=$(test_program io-engine)
+engine_tests=$(test_program io-engine "${workspace[@]}")
 
 # passes COUNT COMMAND...: runs tests of the io engine; a filter that finds fewer of them is an error.
 passes() {
@@ -74,10 +78,10 @@ stage_rails() {
 # Not one of those that run by themselves: the tests of all transports under AddressSanitizer. With
 # it a hundred sessions take longer to open in an emulated machine than a peer waits.
 stage_asan() {
-  local build program
+  local program
   export RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address
-  build=(--target "$(rustc -vV | sed -n 's/^host: //p')" --target-dir "$target/asan")
-  program=$(test_program io-engine "${build[@]}")
+  program=$(test_program io-engine --locked --package io-engine --features rdma \
+    --target "$(rustc -vV | sed -n 's/^host: //p')" --target-dir "$target/asan")
   unset RUSTC_BOOTSTRAP RUSTFLAGS
   # A driver is a library that no sanitizer was built into.
   "$cargo" build --locked --package device-stand-in
@@ -89,7 +93,7 @@ stage_asan() {
 # How rooms between two services end.
 stage_rooms() {
   local program
-  program=$(test_program tests)
+  program=$(test_program tests "${workspace[@]}")
   passes 9 "$here/run.sh" -n lo -t 300 "$program" --ignored service::lifecycle::rdma --test-threads 2
   passes 5 "$here/run.sh" -n veth -t 300 "$program" --ignored --nocapture service::rdma_links --test-threads 1
 }
@@ -128,7 +132,7 @@ stage_demo() {
 # is an error.
 stage_sglang() {
   local program names name tests=() out memory
-  program=$(test_program tests)
+  program=$(test_program tests "${workspace[@]}")
   names=({ours_to_sglang,sglang_to_ours,sglang_over_our_module}::{a_hybrid_request_in_two_chunks,a_prefix_hit}
     our_manager_to_itself::a_hybrid_request_in_two_chunks sglang_over_our_module::latent_kv_with_indexer_pages)
   for name in "${names[@]}"; do tests+=("conformance::requests::$name"); done
