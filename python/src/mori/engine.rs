@@ -1,17 +1,15 @@
 //! MoRI's engine over the io engine: registered memory, peers by key, batches.
 
-use std::collections::{BTreeSet, HashMap};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::net::SocketAddr;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
-use common::wire::{EngineDesc as WireEngineDesc, MemoryDesc as WireMemoryDesc, MemoryLocation};
+use common::wire::{EngineDesc as WireEngineDesc, MemoryLocation};
 use io_engine::{
-    AnyMemory, ByteLen, ByteOffset, Direction, Engine, EngineConfig, FaultSpec, Location,
-    RdmaOptions, Reach, Region, RemoteRegion, Session, TransportError, TransportKind,
+    AnyMemory, ByteLen, ByteOffset, Direction, Engine, EngineConfig, Location, RdmaOptions, Session,
 };
-use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyNotImplementedError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
@@ -19,153 +17,23 @@ use crate::mori::desc::{EngineDesc, MemoryDesc};
 use crate::mori::enums;
 use crate::mori::notify::Notifier;
 use crate::mori::numbers::number;
-use crate::mori::outbox::{Asked, Outbox};
-use crate::mori::ranges::{LastRanges, Ranges, Runs};
-use crate::mori::remote::{PeerFailure, PeerFailures, Remote};
+use crate::mori::outbox::Outbox;
+use crate::mori::ranges::{Ranges, Runs};
+use crate::mori::remote::{PeerFailureEvent, Remote};
 use crate::mori::session::IOEngineSession;
+use crate::mori::settings::{bind_address, fault, is_set, transports, wants_notifications};
+use crate::mori::shared::{Shared, raised};
 use crate::mori::status::{StatusCell, TransferStatus, code, wait_all};
-use crate::mori::transfer::Route;
 use crate::mori::ways::Ways;
 use crate::pool::{borrowed, foreign};
 
 /// How long a deregistration waits for peers to let go.
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The least that the original takes for `chunk_bytes`.
-const MIN_CHUNK_BYTES: u64 = 4096;
 
 /// MoRI's numbers of `BackendType`.
 const XGMI: u32 = 1;
 const RDMA: u32 = 2;
 const FABRIC: u32 = 4;
-
-const NO_BACKEND: &str = "No available backend found, create backend first";
-
-pub(crate) fn raised(error: &TransportError) -> PyErr {
-    PyRuntimeError::new_err(error.to_string())
-}
-
-/// What an engine has, for the module's objects to share.
-pub(crate) struct Shared {
-    engine: Engine,
-    key: String,
-    bind: IpAddr,
-    next_transfer: AtomicU32,
-    backends: Mutex<BTreeSet<u32>>,
-    notifier: Mutex<Option<Arc<Notifier>>>,
-    remotes: RwLock<HashMap<String, Arc<Remote>>>,
-    regions: RwLock<HashMap<u32, Region>>,
-    failures: Arc<PeerFailures>,
-    ways: Ways,
-    last_ranges: Mutex<LastRanges>,
-    outbox: Arc<Outbox>,
-    /// Whether a fault is to be injected into one transfer, which are counted then.
-    is_faulty: bool,
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        self.outbox.close();
-    }
-}
-
-impl Shared {
-    fn backends(&self) -> MutexGuard<'_, BTreeSet<u32>> {
-        self.backends.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// As in the original the numbers have 32 bits and begin again.
-    pub(crate) fn allocate_transfer_number(&self) -> u64 {
-        u64::from(self.next_transfer.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// The way from a local to a remote memory; an error has MoRI's code and text.
-    fn route(
-        &self,
-        local: &Arc<WireMemoryDesc>,
-        far: &Arc<WireMemoryDesc>,
-    ) -> Result<Arc<Route>, (u32, String)> {
-        self.ways.get(local, far, || self.find_route(local, far))
-    }
-
-    fn find_route(
-        &self,
-        local: &WireMemoryDesc,
-        far: &WireMemoryDesc,
-    ) -> Result<Route, (u32, String)> {
-        let remotes = self.remotes.read().unwrap_or_else(PoisonError::into_inner);
-        let remote_opt = remotes.get(&far.engine_key).cloned();
-        drop(remotes);
-        let remote_opt = remote_opt.filter(|_| !self.backends().is_empty());
-        let remote = remote_opt.ok_or_else(|| (code::ERR_BAD_STATE, NO_BACKEND.to_owned()))?;
-        let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
-        let region_opt = regions.get(&local.id).cloned();
-        drop(regions);
-        let region_opt = region_opt.filter(|_| local.engine_key == self.key);
-        let local = region_opt.ok_or_else(|| {
-            let text = format!(
-                "memory {} of engine {} is not registered with engine {}",
-                local.id, local.engine_key, self.key
-            );
-            (code::ERR_NOT_FOUND, text)
-        })?;
-        let far = RemoteRegion::from_desc(far)
-            .map_err(|error| (code::ERR_INVALID_ARGS, error.to_string()))?;
-        let notifier = self.notifier.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(Route {
-            reach: Reach::of(&local, &far),
-            local,
-            far,
-            remote,
-            notifier_opt: notifier.clone(),
-        })
-    }
-
-    /// Notes a transfer; everything that happens to it goes into the status, but for a peer that
-    /// cannot be reached, which is raised. Only the first transfer to a peer waits, for its session.
-    pub(crate) fn ask(
-        &self,
-        py: Python<'_>,
-        (route, session_opt): (Arc<Route>, Option<Session>),
-        (direction, runs, number): (Direction, Runs, u64),
-        status: Arc<StatusCell>,
-    ) -> PyResult<()> {
-        if session_opt.is_none() && !route.has_session() {
-            py.detach(|| route.session(&self.engine))
-                .map_err(|error| raised(&error))?;
-        }
-        match runs {
-            Err((code, message)) => status.update(code, message),
-            Ok(runs) if runs.ranges() == 0 => status.update(code::SUCCESS, "success"),
-            Ok(runs) => {
-                status.set_code(code::IN_PROGRESS);
-                self.outbox.push(Asked {
-                    route,
-                    session_opt,
-                    direction,
-                    runs,
-                    number,
-                    status,
-                    is_alone: self.is_faulty,
-                });
-            }
-        }
-        Ok(())
-    }
-
-    /// As [`Ranges::many`], by what the last call has read where it is the same.
-    fn read_ranges(&self, ranges: &Ranges<'_, '_>, direction: Direction) -> PyResult<Runs> {
-        // Reading may run code of Python, during which nobody may wait for a lock of ours.
-        let place = || {
-            self.last_ranges
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-        };
-        let mut last = std::mem::take(&mut *place());
-        let runs = last.read(ranges, direction)?;
-        *place() = last;
-        Ok(runs)
-    }
-}
 
 /// Moves bytes between memory that is registered here and memory of other engines.
 #[pyclass(module = "ferry.mori_compat.cpp", frozen)]
@@ -681,49 +549,6 @@ impl IOEngine {
     }
 }
 
-/// A peer that cannot be reached any more.
-#[pyclass(module = "ferry.mori_compat.cpp", frozen)]
-pub(crate) struct PeerFailureEvent(PeerFailure);
-
-#[pymethods]
-impl PeerFailureEvent {
-    /// Key of the peer's engine.
-    #[getter]
-    fn remote_engine_key(&self) -> &str {
-        &self.0.remote_key
-    }
-
-    /// Why.
-    #[getter]
-    fn reason<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        enums::reason(py, self.0.reason)
-    }
-
-    /// 0: there are no queue pairs.
-    #[getter]
-    fn qp_num(&self) -> u32 {
-        0
-    }
-
-    /// 0: there is no port of a network card.
-    #[getter]
-    fn port_num(&self) -> u32 {
-        0
-    }
-
-    /// The transport that failed; empty when none could be opened.
-    #[getter]
-    fn device_name(&self) -> &str {
-        self.0.transport
-    }
-
-    /// What happened.
-    #[getter]
-    fn detail(&self) -> &str {
-        &self.0.detail
-    }
-}
-
 pub(crate) fn ranges<'a, 'py>(
     local_offsets: &'a Bound<'py, PyAny>,
     remote_offsets: &'a Bound<'py, PyAny>,
@@ -750,80 +575,4 @@ fn batch<'a, 'py>(
         sizes,
         ids,
     }
-}
-
-/// The address that a host stands for; every address of the machine when it is empty.
-fn bind_address(host: &str) -> PyResult<IpAddr> {
-    if host
-        .trim_start_matches('[')
-        .trim_end_matches(']')
-        .is_empty()
-    {
-        return Ok(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-    }
-    resolved(host).ok_or_else(|| {
-        PyRuntimeError::new_err(format!("host {host:?} is no address of this machine"))
-    })
-}
-
-/// The first address of a host, which may stand in brackets.
-pub(crate) fn resolved(host: &str) -> Option<IpAddr> {
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
-    let address = (bare, 0).to_socket_addrs().ok()?.next()?;
-    Some(address.ip())
-}
-
-/// What `FERRY_TRANSPORTS` names, or all.
-pub(crate) fn transports() -> PyResult<Vec<TransportKind>> {
-    let named = std::env::var("FERRY_TRANSPORTS").unwrap_or_default();
-    let names = named.split(',').filter(|name| !name.is_empty());
-    let kinds = names
-        .map(str::parse)
-        .collect::<Result<Vec<TransportKind>, _>>();
-    let mut kinds =
-        kinds.map_err(|error| PyRuntimeError::new_err(format!("FERRY_TRANSPORTS: {error}")))?;
-    if kinds.is_empty() {
-        kinds.extend(TransportKind::ALL);
-    }
-    Ok(kinds)
-}
-
-/// A fault in one transfer, `KIND:memory[:NTH]`, to test whoever must notice.
-pub(crate) fn fault() -> PyResult<Option<FaultSpec>> {
-    let named = std::env::var("FERRY_INJECT_FAULT").unwrap_or_default();
-    if named.is_empty() {
-        return Ok(None);
-    }
-    let fault = named.parse().map(Some);
-    fault.map_err(|error| PyRuntimeError::new_err(format!("FERRY_INJECT_FAULT: {error}")))
-}
-
-fn is_set(variable: &str) -> bool {
-    std::env::var(variable).is_ok_and(|value| ["1", "true"].contains(&value.as_str()))
-}
-
-/// Whether an RDMA configuration asks for notifications; refuses what the original refuses.
-fn wants_notifications(config: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let read = |name: &str| -> PyResult<Bound<'_, PyAny>> {
-        config.getattr(name).map_err(|_| {
-            PyTypeError::new_err(format!("{config} is no RdmaBackendConfig: no {name}"))
-        })
-    };
-    let wanted = match std::env::var("MORI_IO_ENABLE_NOTIFICATION") {
-        Ok(value) => ["1", "true"].contains(&value.as_str()),
-        Err(_) => read("enable_notification")?.is_truthy()?,
-    };
-    if wanted && number(&read("notif_per_qp")?)? == 0 {
-        return Err(PyRuntimeError::new_err(
-            "notif_per_qp must not be 0 when notifications are enabled",
-        ));
-    }
-    let chunks = read("enable_transfer_chunking")?.is_truthy()?;
-    let chunk_bytes = number(&read("chunk_bytes")?)?;
-    if chunks && chunk_bytes < MIN_CHUNK_BYTES {
-        return Err(PyRuntimeError::new_err(format!(
-            "chunk_bytes must be at least {MIN_CHUNK_BYTES}, it is {chunk_bytes}"
-        )));
-    }
-    Ok(wanted)
 }

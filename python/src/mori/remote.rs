@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use common::wire::EngineDesc;
 use io_engine::{Engine, PeerSessions, Reach, Session, TransportError, TransportErrorKind};
+use pyo3::prelude::*;
 
+use crate::mori::enums;
 use crate::mori::notify::NotifyAddress;
 
 /// Failures that nobody has asked for are forgotten, the oldest first.
@@ -129,5 +131,48 @@ impl Remote {
             transport: session_opt.map_or("", |session| session.transport().name()),
             detail: detail.to_owned(),
         });
+    }
+}
+
+/// A peer that cannot be reached any more.
+#[pyclass(module = "ferry.mori_compat.cpp", frozen)]
+pub(crate) struct PeerFailureEvent(pub(super) PeerFailure);
+
+#[pymethods]
+impl PeerFailureEvent {
+    /// Key of the peer's engine.
+    #[getter]
+    fn remote_engine_key(&self) -> &str {
+        &self.0.remote_key
+    }
+
+    /// Why.
+    #[getter]
+    fn reason<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        enums::reason(py, self.0.reason)
+    }
+
+    /// 0: there are no queue pairs.
+    #[getter]
+    fn qp_num(&self) -> u32 {
+        0
+    }
+
+    /// 0: there is no port of a network card.
+    #[getter]
+    fn port_num(&self) -> u32 {
+        0
+    }
+
+    /// The transport that failed; empty when none could be opened.
+    #[getter]
+    fn device_name(&self) -> &str {
+        self.0.transport
+    }
+
+    /// What happened.
+    #[getter]
+    fn detail(&self) -> &str {
+        &self.0.detail
     }
 }

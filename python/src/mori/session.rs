@@ -5,8 +5,9 @@ use std::sync::Arc;
 use io_engine::{Direction, Session};
 use pyo3::prelude::*;
 
-use crate::mori::engine::{Shared, ranges};
+use crate::mori::engine::ranges;
 use crate::mori::ranges::Runs;
+use crate::mori::shared::Shared;
 use crate::mori::status::TransferStatus;
 use crate::mori::transfer::Route;
 
