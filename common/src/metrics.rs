@@ -49,6 +49,8 @@ pub const DEVICE_BYTES: &str = "ferry_device_bytes_total";
 pub const DEVICE_PIECES: &str = "ferry_device_pieces_total";
 /// Component actors that died without an answer; label component.
 pub const COMPONENT_PANICS: &str = "ferry_component_panics_total";
+/// Rank actors that panicked, and were restarted unless that came too often; label role.
+pub const RANK_PANICS: &str = "ferry_rank_panics_total";
 
 /// Bytes that a network device has written or read for this process; label device.
 pub const RDMA_DEVICE_BYTES: &str = "ferry_rdma_device_bytes_total";
@@ -167,6 +169,7 @@ pub const ALL: &[&str] = &[
     RDMA_DEVICE_FAILURES,
     RDMA_DEVICE_LEFT,
     RDMA_DEVICE_UP,
+    RANK_PANICS,
     BOOTSTRAP_REQUESTS,
     BOOTSTRAP_REQUEST_SECONDS,
     BOOTSTRAP_CONNECTIONS,

@@ -353,6 +353,15 @@ pub struct AbortRoom {
     pub reason: Option<String>,
 }
 
+/// `POST /v1/drain`; the body may be left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Drain {
+    /// Seconds that open rooms have to finish; without it those of `--drain-timeout`.
+    #[serde(default)]
+    pub timeout_s: Option<u32>,
+}
+
 /// Query of `GET /v1/ranks/{rank}/rooms/{room}`: a long poll.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

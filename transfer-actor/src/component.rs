@@ -10,16 +10,15 @@ use actix::prelude::*;
 use common::ids::ComponentId;
 use common::plan::{ComponentPlan, KvChunk, PlanError};
 use futures::FutureExt;
-use futures::future::{BoxFuture, Shared};
+use futures::future::{BoxFuture, OptionFuture, Shared};
 use io_engine::{
     Reach, Region, RemoteRegion, Session, TransferHandle, TransportError, TransportErrorKind,
     WriteBatch, WritePair,
 };
 
-use crate::messages::{CancelWork, DoWork, Report, StopComponent};
-use crate::rank::RankActor;
-use crate::rank::RankBuffers;
+use crate::messages::{CancelWork, DoWork, Report, RetireComponent, StopComponent};
 use crate::rank::core::{ComponentKey, ComponentOutcome, ComponentReport, PeerLink, Work};
+use crate::rank::{RankAddress, RankBuffers};
 
 /// A session that is being opened, or was; all components of a peer share it.
 pub(crate) type SharedSession = Shared<BoxFuture<'static, Result<Session, TransportError>>>;
@@ -33,10 +32,15 @@ pub(crate) struct ComponentActor {
     link: Arc<PeerLink>,
     buffers: Arc<RankBuffers>,
     session: SharedSession,
-    rank: Addr<RankActor>,
+    rank: RankAddress,
     in_flight: HashMap<u64, TransferHandle>,
     next_work: u64,
     is_cancelled: bool,
+    /// Pieces of work that were taken and are not over.
+    open_works: usize,
+    /// Nothing proves that one of its writes has stopped, whoever was told of it.
+    is_unproved: bool,
+    is_retired: bool,
 }
 
 impl ComponentActor {
@@ -45,7 +49,7 @@ impl ComponentActor {
         link: Arc<PeerLink>,
         buffers: Arc<RankBuffers>,
         session: SharedSession,
-        rank: Addr<RankActor>,
+        rank: RankAddress,
     ) -> Self {
         Self {
             key,
@@ -56,16 +60,48 @@ impl ComponentActor {
             in_flight: HashMap::new(),
             next_work: 0,
             is_cancelled: false,
+            open_works: 0,
+            is_unproved: false,
+            is_retired: false,
         }
     }
 
     fn report(&self, outcome: ComponentOutcome) -> impl Future<Output = ()> + use<> {
-        let report = Report(ComponentReport {
-            key: self.key.clone(),
+        let (rank, key) = (self.rank.clone(), self.key.clone());
+        async move {
+            // An actor that panics before it has taken the report has a successor, which asks
+            // anew: see `RetireComponent`. If the rank is gone, nobody waits for it.
+            let _ = rank.send(Report(ComponentReport { key, outcome })).await;
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn writes_under_way(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// One piece of work is over; whether its own report is still wanted.
+    fn end_work(&mut self, number: u64, outcome: &ComponentOutcome) -> Option<ComponentOutcome> {
+        self.in_flight.remove(&number);
+        self.open_works -= 1;
+        self.is_unproved |= matches!(
             outcome,
-        });
-        // The rank may be gone; then nobody waits for the report.
-        self.rank.send(report).map(|_| ())
+            ComponentOutcome::Failed {
+                is_quiesced: false,
+                ..
+            }
+        );
+        match self.is_retired {
+            true => self.retired(),
+            false => Some(outcome.clone()),
+        }
+    }
+
+    /// The one report of an actor that was retired, once nothing of its work is left.
+    fn retired(&self) -> Option<ComponentOutcome> {
+        (self.open_works == 0).then_some(ComponentOutcome::Retired {
+            is_quiesced: !self.is_unproved,
+        })
     }
 
     fn submit(
@@ -216,7 +252,9 @@ impl Drop for ComponentActor {
             clippy::disallowed_methods,
             reason = "a lifecycle notice, sent once, and a drop cannot wait"
         )]
-        self.rank.do_send(report);
+        if let Some(rank) = self.rank.current() {
+            rank.do_send(report);
+        }
     }
 }
 
@@ -226,6 +264,7 @@ impl Handler<DoWork> for ComponentActor {
     fn handle(&mut self, DoWork(work): DoWork, context: &mut Context<Self>) {
         let number = self.next_work;
         self.next_work += 1;
+        self.open_works += 1;
         let opened = self.session.clone().into_actor(self);
         let done = opened.then(move |session, actor, _| {
             let submitted = actor.submit(session, &work);
@@ -253,8 +292,11 @@ impl Handler<DoWork> for ComponentActor {
             .into_actor(actor)
         });
         let reported = done.then(move |outcome, actor, _| {
-            actor.in_flight.remove(&number);
-            actor.report(outcome).into_actor(actor)
+            let reported_opt = actor.end_work(number, &outcome);
+            let reported_opt = reported_opt.map(|outcome| actor.report(outcome));
+            OptionFuture::from(reported_opt)
+                .map(|_| ())
+                .into_actor(actor)
         });
         context.spawn(reported);
     }
@@ -267,6 +309,23 @@ impl Handler<CancelWork> for ComponentActor {
         self.is_cancelled = true;
         for handle in self.in_flight.values() {
             handle.cancel();
+        }
+    }
+}
+
+impl Handler<RetireComponent> for ComponentActor {
+    type Result = ();
+
+    /// Asked again, it answers again: the rank that asked may not have taken the answer.
+    fn handle(&mut self, _: RetireComponent, context: &mut Context<Self>) {
+        self.is_retired = true;
+        self.is_cancelled = true;
+        for handle in self.in_flight.values() {
+            handle.cancel();
+        }
+        if let Some(outcome) = self.retired() {
+            let reported = self.report(outcome).into_actor(self);
+            context.spawn(reported);
         }
     }
 }

@@ -110,6 +110,17 @@ pub struct ServeConfig {
         default_value_t = 300
     )]
     pub transfer_timeout: u64,
+    /// Seconds that open rooms have to finish, at most, when the service is asked to end (SIGTERM,
+    /// SIGINT or POST /v1/drain), while it takes no new ones; 0 fails them at once, and a second
+    /// signal ends at once.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        env = "FERRY_DRAIN_TIMEOUT",
+        default_value_t = 20,
+        value_parser = clap::value_parser!(u64).range(..=86_400)
+    )]
+    pub drain_timeout: u64,
     /// Seconds between two looks at whether the prefill ranks of a decode's open rooms are there.
     #[arg(
         long,

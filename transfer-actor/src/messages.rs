@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use actix::prelude::*;
-use common::ids::{Generation, Room};
+use common::ids::{Endpoint, Generation, Room};
 use common::wire::{Frame, WireError};
 
 use crate::api::{RoomStatus, RoomView};
 use crate::error::ApiError;
+use crate::rank::Exit;
 use crate::rank::RankSnapshot;
-use crate::rank::core::{ComponentReport, Event, Work};
+use crate::rank::core::{ComponentReport, Event, Life, Work};
 
 /// An event for the core: engine commands wait for the answer, others ignore it. The answer is the
 /// room's view, if the event was about one that is still known.
@@ -43,6 +44,23 @@ pub struct Inbound {
     pub ignored_frames: usize,
 }
 
+/// A peer ended its connection.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct PeerEnded(pub Endpoint);
+
+/// A peer's process has exited, or is not to be watched any more.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub(crate) struct ProcessExited {
+    /// The peer's control socket.
+    pub endpoint: Endpoint,
+    /// Which of its processes.
+    pub life: Life,
+    /// How it ended; `None` when it cannot be watched.
+    pub exit_opt: Option<Exit>,
+}
+
 /// Answer when a room has reached a status, or an end, or the time is over.
 #[derive(Debug, Message)]
 #[rtype(result = "Result<RoomView, ApiError>")]
@@ -65,6 +83,17 @@ pub struct Observe;
 #[rtype(result = "()")]
 pub struct StopRank(pub String);
 
+/// Take no new rooms. Answered when those that were open have ended and the engine has cleared
+/// them, or time is up: how many had not ended.
+#[derive(Clone, Debug, Message)]
+#[rtype(result = "usize")]
+pub struct DrainRank {
+    /// What those are told that come now.
+    pub reason: String,
+    /// How long it waits.
+    pub deadline: std::time::Instant,
+}
+
 /// A piece of work for a component actor.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
@@ -74,6 +103,11 @@ pub struct DoWork(pub Work);
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct CancelWork;
+
+/// Give all work up, and report its end once, in place of the reports that are due.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct RetireComponent;
 
 /// End a component actor.
 #[derive(Debug, Message)]

@@ -34,6 +34,7 @@ pub struct TransferMetrics {
     pub(crate) device_failures: IntCounterVec,
     pub(crate) device_left: IntCounterVec,
     pub(crate) device_up: IntGaugeVec,
+    pub(crate) rank_panics: IntCounterVec,
 }
 
 /// What the io engine counts for the whole process, read when somebody asks.
@@ -292,6 +293,7 @@ impl TransferMetrics {
                 "ranks that can use a network device",
                 &[names::LABEL_DEVICE],
             )?,
+            rank_panics: counter(names::RANK_PANICS, "rank actors that panicked", &[role])?,
         })
     }
 }

@@ -7,26 +7,10 @@ use tests::process::{PATIENCE, wait_for};
 use tests::service::TransferService;
 use transfer_actor::api::{RoomStatus, RoomView};
 
-use super::{K, MAMBA, Pair, SmallEngine, begin, cross, first_content, whole_chunk};
-
-macro_rules! on_every_transport {
-    ($($behaviour:ident),+ $(,)?) => {
-        on_every_transport!(@on shm, any(), $($behaviour),+);
-        on_every_transport!(@on cma, any(), $($behaviour),+);
-        on_every_transport!(@on tcp, any(), $($behaviour),+);
-        on_every_transport!(@on rdma, all(), $($behaviour),+);
-    };
-    // `any()` never holds, `all()` always.
-    (@on $transport:ident, $needs_a_device:meta, $($behaviour:ident),+) => {
-        mod $transport {
-            $(#[test]
-            #[cfg_attr($needs_a_device, ignore = "needs the device of make test-rdma")]
-            fn $behaviour() {
-                super::$behaviour(stringify!($transport));
-            })+
-        }
-    };
-}
+use super::{
+    K, MAMBA, Pair, SmallEngine, begin, begin_and_stall, cross, first_content, on_every_transport,
+    whole_chunk,
+};
 
 on_every_transport!(
     pages_of_a_room_that_the_decode_gives_up_are_safe_once_its_write_has_stopped,
@@ -58,25 +42,6 @@ fn assert_moved_over(view: &RoomView, transport: &str) {
     for transfer in moved {
         assert_eq!(transfer.transport, transport, "{view:?}");
     }
-}
-
-/// A request whose write of pages hangs.
-fn begin_and_stall(pair: &Pair, room: u64) {
-    begin(&pair.prefill, &pair.decode, room);
-    pair.prefill
-        .send(room, whole_chunk())
-        .expect("it is accepted");
-    let view = pair.prefill.wait(room, RoomStatus::Transferring);
-    assert_eq!(view.status, RoomStatus::Transferring, "the write stalls");
-    // Before the session is open nothing has been written, and an abort would find no write.
-    wait_for("what goes beside the pages", || {
-        let view = pair.prefill.view(room).expect("it is known");
-        let mut moved = view.transfers.iter();
-        moved.find(|moved| moved.component == "mamba" && moved.outcome == "success")?;
-        Some(())
-    });
-    let view = pair.decode.view(room).expect("it is known");
-    assert!(!view.release_safe, "a write is under way");
 }
 
 pub(super) fn wait_until_safe(engine: &SmallEngine, room: u64) -> RoomView {

@@ -3,6 +3,7 @@
 
 mod api;
 mod attach;
+mod drain;
 mod engine_death;
 mod lifecycle;
 mod live_metrics;
@@ -17,10 +18,31 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tests::process::{BootstrapServer, PATIENCE};
+use tests::process::{BootstrapServer, PATIENCE, wait_for};
 use tests::service::{TransferService, attach_bytes, attach_reply, framed, memfd};
 use transfer_actor::api::{Announce, Chunk, Indices, OpenRoom, RoomStatus, RoomView};
 use transfer_actor::client::{ClientError, RankClient};
+
+/// Makes a test of each behaviour for each transport, named after both.
+macro_rules! on_every_transport {
+    ($($behaviour:ident),+ $(,)?) => {
+        on_every_transport!(@on shm, any(), $($behaviour),+);
+        on_every_transport!(@on cma, any(), $($behaviour),+);
+        on_every_transport!(@on tcp, any(), $($behaviour),+);
+        on_every_transport!(@on rdma, all(), $($behaviour),+);
+    };
+    // `any()` never holds, `all()` always.
+    (@on $transport:ident, $needs_a_device:meta, $($behaviour:ident),+) => {
+        mod $transport {
+            $(#[test]
+            #[cfg_attr($needs_a_device, ignore = "needs the device of make test-rdma")]
+            fn $behaviour() {
+                super::$behaviour(stringify!($transport));
+            })+
+        }
+    };
+}
+use on_every_transport;
 
 /// Bytes of the small engine's only pool; a part at its end belongs to no buffer.
 const POOL_BYTES: u64 = 4096;
@@ -251,6 +273,25 @@ fn begin(prefill: &SmallEngine, decode: &SmallEngine, room: u64) {
     decode.announce(room);
     let view = prefill.wait(room, RoomStatus::WaitingForInput);
     assert_eq!(view.status, RoomStatus::WaitingForInput, "{view:?}");
+}
+
+/// A request whose write of pages hangs.
+fn begin_and_stall(pair: &Pair, room: u64) {
+    begin(&pair.prefill, &pair.decode, room);
+    pair.prefill
+        .send(room, whole_chunk())
+        .expect("it is accepted");
+    let view = pair.prefill.wait(room, RoomStatus::Transferring);
+    assert_eq!(view.status, RoomStatus::Transferring, "the write stalls");
+    // Before the session is open nothing has been written, and an abort would find no write.
+    wait_for("what goes beside the pages", || {
+        let view = pair.prefill.view(room).expect("it is known");
+        let mut moved = view.transfers.iter();
+        moved.find(|moved| moved.component == "mamba" && moved.outcome == "success")?;
+        Some(())
+    });
+    let view = pair.decode.view(room).expect("it is known");
+    assert!(!view.release_safe, "a write is under way");
 }
 
 /// Takes one request from the prefill to the decode, and looks at every byte of both pools.

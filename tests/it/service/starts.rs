@@ -195,7 +195,7 @@ fn an_address_that_the_host_does_not_have_is_named() {
 #[test]
 fn a_signal_ends_the_service_with_engines_attached_and_polls_waiting() {
     for name in ["TERM", "INT"] {
-        let mut pair = Pair::start(&[]);
+        let mut pair = Pair::start(&["--drain-timeout", "0"]);
         begin(&pair.prefill, &pair.decode, 1);
         let path = format!(
             "/v1/ranks/{}/rooms/1?wait_for=success&timeout_ms=60000",
@@ -240,7 +240,7 @@ fn a_second_signal_ends_it_at_once() {
     let (server, _folder) = bootstrap(&["--probe-interval", "0"]);
     let put = server.send(&Request::put("/route", &route_body(1, 0, port, 4)));
     assert_eq!(put.status, 200, "{}", put.text());
-    let mut service = TransferService::start(&["--send-timeout", "60"]);
+    let mut service = TransferService::start(&["--send-timeout", "60", "--drain-timeout", "0"]);
     let decode = SmallEngine::decode(&service, &server);
     decode.open(1);
     let room = decode.wait(1, RoomStatus::WaitingForInput);

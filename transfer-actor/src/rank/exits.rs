@@ -14,7 +14,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How a peer's process ended.
 #[derive(Debug)]
-pub(super) struct Exit {
+pub(crate) struct Exit {
     /// For people.
     pub reason: String,
     /// Whether it is proved that nothing of it lands in this engine's memory any more.

@@ -10,14 +10,17 @@ mod heartbeats;
 mod reports;
 mod sessions;
 mod start;
+mod supervisor;
 #[cfg(test)]
 mod tests;
 
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use actix::{Addr, ArbiterHandle};
+use actix::ArbiterHandle;
 use common::ids::Room;
 use common::plan::PlannerOptions;
 use common::schema::RankLayout;
@@ -28,11 +31,13 @@ use zmtp::PushOptions;
 
 use crate::api::{Announce, Chunk, EngineSpec, OpenRoom, Role, RoomStatus, RoomView};
 use crate::error::ApiError;
-use crate::messages::{Handle, Observe, StopRank, WaitFor};
+use crate::messages::{DrainRank, Handle, Observe, StopRank, WaitFor};
 use crate::rank::core::{Announcement, Census, ChunkCommand, Event, OpenCommand, PeerSummary};
 
 pub use crate::rank::core::{Limits, Timeouts};
 pub(crate) use actor::RankActor;
+pub(crate) use exits::Exit;
+pub(crate) use supervisor::RankAddress;
 
 /// How a rank is made.
 #[derive(Clone, Debug)]
@@ -110,7 +115,9 @@ pub struct SessionSummary {
 /// A running rank. Clones share it; it ends with [`RankHandle::stop`].
 #[derive(Clone, Debug)]
 pub struct RankHandle {
-    address: Addr<RankActor>,
+    address: RankAddress,
+    /// Whether its control socket is read no more.
+    is_deaf: Arc<AtomicBool>,
     arbiter: ArbiterHandle,
     role: Role,
     engine_key: String,
@@ -150,9 +157,19 @@ impl RankHandle {
         self.arbiter.spawn(engine)
     }
 
-    /// Whether the rank's actor runs.
+    /// Whether the rank's actor runs. One that panicked does not until its successor is up.
     pub fn is_alive(&self) -> bool {
-        self.address.connected()
+        self.address.current().is_some()
+    }
+
+    /// Whether the rank lives and hears its peers no more.
+    pub fn is_deaf(&self) -> bool {
+        self.is_deaf.load(Ordering::Acquire)
+    }
+
+    /// Returns when the rank is over: it was stopped, or its actor panicked too often.
+    pub async fn over(&self) {
+        self.address.over().await;
     }
 
     /// Opens a room.
@@ -231,14 +248,19 @@ impl RankHandle {
         timeout: Duration,
     ) -> Result<RoomView, ApiError> {
         let room = parse_room(room)?;
-        self.address
-            .send(WaitFor {
-                room,
-                wanted_opt,
-                timeout,
-            })
-            .await
-            .map_err(|_| rank_gone())?
+        let wait = || WaitFor {
+            room,
+            wanted_opt,
+            timeout,
+        };
+        // It changes nothing, so the successor of an actor that panicked may be asked the same.
+        let address = self.address.next().await.ok_or_else(rank_gone)?;
+        if let Ok(waited) = address.send(wait()).await {
+            return waited;
+        }
+        let next = self.address.after(Some(&address)).await;
+        let next = next.ok_or_else(rank_gone)?;
+        next.send(wait()).await.map_err(|_| self.gone())?
     }
 
     /// Gives a room up.
@@ -258,7 +280,7 @@ impl RankHandle {
     pub async fn clear(&self, room: u64) -> Result<(), ApiError> {
         let room = parse_room(room)?;
         let handled = self.address.send(Handle(Event::Clear { room }, None)).await;
-        handled.map_err(|_| rank_gone())?.map(|_| ())
+        handled.map_err(|_| self.gone())?.map(|_| ())
     }
 
     /// The rank as it is now.
@@ -266,7 +288,25 @@ impl RankHandle {
     /// # Errors
     /// `rank_gone`.
     pub async fn observe(&self) -> Result<RankSnapshot, ApiError> {
-        self.address.send(Observe).await.map_err(|_| rank_gone())
+        self.address.send(Observe).await.map_err(|_| self.gone())
+    }
+
+    /// Takes no new rooms from now on; whoever announces one is told this reason. Returns when the
+    /// open ones have ended and were cleared, or time is up: how many had not ended.
+    pub async fn drain(&self, reason: &str, timeout: Duration) -> usize {
+        let drain = DrainRank {
+            reason: reason.to_owned(),
+            deadline: Instant::now() + timeout,
+        };
+        let mut silent_opt = None;
+        // The successor of an actor that panics meanwhile is asked again.
+        while let Some(address) = self.address.after(silent_opt.as_ref()).await {
+            if let Ok(open) = address.send(drain.clone()).await {
+                return open;
+            }
+            silent_opt = Some(address);
+        }
+        0
     }
 
     /// Ends the rank: every open room fails with this reason, and its peers are told.
@@ -278,8 +318,20 @@ impl RankHandle {
 
     async fn command(&self, event: Event, room: Room) -> Result<RoomView, ApiError> {
         let handled = self.address.send(Handle(event, Some(room))).await;
-        let view_opt = handled.map_err(|_| rank_gone())??;
+        let view_opt = handled.map_err(|_| self.gone())??;
         view_opt.ok_or_else(|| core::unknown_room(room))
+    }
+
+    /// Why a rank's actor did not answer.
+    fn gone(&self) -> ApiError {
+        match self.address.is_over() {
+            true => rank_gone(),
+            false => ApiError::new(
+                503,
+                "rank_restarted",
+                "the rank's actor panicked and is restarted; its open rooms have failed",
+            ),
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 //! How a rank comes up: its sockets, its actor, its place at the bootstrap server.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use actix::{Actor, Arbiter};
+use actix::Arbiter;
 use common::ids::{Endpoint, Room};
 use common::schema::{AttentionKind, RankLayout};
 use common::topology::{DecodeSide, PrefillTopology, resolve_rank_mapping};
@@ -15,7 +16,7 @@ use zmtp::{Limits as FrameLimits, PullSocket};
 
 use crate::api::Role;
 use crate::bootstrap_client::{BootstrapClient, BootstrapError};
-use crate::control;
+use crate::control::{self, Outboxes};
 use crate::error::ApiError;
 use crate::messages::StopRank;
 use crate::metrics::TransferMetrics;
@@ -23,7 +24,8 @@ use crate::rank::core::{
     DecodeCore, DecodeIdentity, PrefillCore, PrefillIdentity, PrefillTarget, RankCore,
     ResolvedPrefill,
 };
-use crate::rank::{RankActor, RankBuffers, RankConfig, RankHandle};
+use crate::rank::supervisor::Supervisor;
+use crate::rank::{RankActor, RankAddress, RankBuffers, RankConfig, RankHandle};
 
 /// How often a prefill that is not ready is asked again.
 const NOT_READY_PAUSE: Duration = Duration::from_millis(250);
@@ -62,10 +64,11 @@ impl RankHandle {
         if !spawned {
             return Err(gone());
         }
-        let (address, control) = is_started.await.map_err(|_| gone())??;
+        let (address, control, is_deaf) = is_started.await.map_err(|_| gone())??;
         let mut unregistered = Unregistered(Some(address.clone()));
         let handle = Self {
             address,
+            is_deaf,
             arbiter: arbiter.handle(),
             role: config.role,
             engine_key: engine.desc().key,
@@ -84,11 +87,12 @@ impl RankHandle {
 }
 
 /// A rank whose start may be given up: it must not register itself for an engine that has gone.
-struct Unregistered(Option<actix::Addr<RankActor>>);
+struct Unregistered(Option<RankAddress>);
 
 impl Drop for Unregistered {
     fn drop(&mut self) {
-        let Some(address) = self.0.take() else { return };
+        let address_opt = self.0.take().and_then(|address| address.current());
+        let Some(address) = address_opt else { return };
         #[allow(
             clippy::disallowed_methods,
             reason = "a lifecycle notice, sent once, and a drop cannot wait"
@@ -153,7 +157,7 @@ fn route_release(config: &RankConfig) -> Result<RouteRelease, String> {
     }
 }
 
-type Started = (actix::Addr<RankActor>, Endpoint);
+type Started = (RankAddress, Endpoint, Arc<AtomicBool>);
 
 /// Runs on the rank's own thread.
 fn bring_up(
@@ -206,6 +210,8 @@ fn bring_up(
         }
     };
     let endpoint = control.clone();
+    let (supervisor, address, successors) = Supervisor::new();
+    let (outboxes, endings) = Outboxes::new(config.push);
     let actor = RankActor::new(
         config,
         core,
@@ -215,10 +221,18 @@ fn bring_up(
         resolver,
         register_opt,
         endpoint,
+        outboxes,
+        (address.clone(), successors),
     );
-    let address = actor.start();
-    actix::spawn(control::receive(socket, address.clone()));
-    Ok((address, control))
+    supervisor.start(actor);
+    let is_deaf = Arc::new(AtomicBool::new(false));
+    actix::spawn(control::serve(
+        socket,
+        address.clone(),
+        Arc::clone(&is_deaf),
+    ));
+    actix::spawn(control::endings(endings, address.clone()));
+    Ok((address, control, is_deaf))
 }
 
 /// Where a decode rank's generations begin: two lives of a rank share one in a million times, and

@@ -92,9 +92,16 @@ async fn engine(service: Arc<Service>, mut stream: UnixStream) {
     };
     // The engine says nothing more; the end of its connection is the end of its rank.
     if answered.is_ok() {
-        wait_for_end(&stream).await;
+        tokio::select! {
+            () = wait_for_end(&stream) => {
+                tracing::info!(rank = rank.number, "an engine has gone; its rank ends");
+            }
+            // Closing the connection is how the engine learns of it.
+            () = rank.handle.over() => {
+                tracing::info!(rank = rank.number, "a rank is over; its engine may attach again");
+            }
+        }
     }
-    tracing::info!(rank = rank.number, "an engine has gone; its rank ends");
     detach(&service, rank).await;
 }
 
@@ -202,7 +209,7 @@ async fn attach(
     fds: Vec<OwnedFd>,
 ) -> Result<Attached, String> {
     if !service.is_open() {
-        return Err("the service is shutting down; attach to another or later".to_owned());
+        return Err("the service drains or shuts down; attach to another or later".to_owned());
     }
     let parts_of = |at: usize| {
         request

@@ -3,17 +3,18 @@
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use actix_web::dev::Server;
 use actix_web::http::{KeepAlive, StatusCode};
-use actix_web::web::{Data, Json, JsonConfig, Path, PathConfig, Query, QueryConfig};
+use actix_web::web::{Bytes, Data, Json, JsonConfig, Path, PathConfig, Query, QueryConfig};
 use actix_web::{App, HttpResponse, HttpServer, ResponseError, web};
 use anyhow::{Context, Result};
 use prometheus::{Encoder, TextEncoder};
 use serde_json::json;
 
-use crate::api::{AbortRoom, Announce, Chunk, OpenRoom, RoomQuery, RoomView};
+use crate::api::{AbortRoom, Announce, Chunk, Drain, OpenRoom, RoomQuery, RoomView};
 use crate::error::ApiError;
 use crate::service::Service;
 
@@ -60,6 +61,7 @@ pub(super) fn api_server(service: Arc<Service>, listener: UnixListener) -> Resul
                     bad_request("the path", error.to_string()).into()
                 }))
                 .configure(shared_routes)
+                .route("/v1/drain", web::post().to(drain))
                 .route("/v1/ranks", web::get().to(ranks))
                 .route("/v1/ranks/{rank}", web::get().to(rank))
                 .route("/v1/ranks/{rank}/rooms", web::post().to(open))
@@ -130,7 +132,8 @@ async fn metrics(service: Data<Service>) -> Result<HttpResponse, ApiError> {
         .body(text))
 }
 
-/// Healthy while every rank's actor runs: the control path counts, not the peers.
+/// Healthy while every rank's actor runs and hears, and engines can attach: the control path
+/// counts, not the peers.
 async fn health(service: Data<Service>) -> HttpResponse {
     let ranks = service.ranks();
     let dead: Vec<u32> = ranks
@@ -138,11 +141,18 @@ async fn health(service: Data<Service>) -> HttpResponse {
         .filter(|(_, rank)| !rank.is_alive())
         .map(|(number, _)| *number)
         .collect();
+    let deaf = ranks.iter().filter(|(_, rank)| rank.is_deaf());
+    let deaf: Vec<u32> = deaf.map(|(number, _)| *number).collect();
+    let is_accepting = service.is_accepting.load(Ordering::Acquire);
+    let is_whole = dead.is_empty() && deaf.is_empty() && is_accepting;
     let body = json!({
-        "healthy": dead.is_empty() && service.is_open(),
+        "healthy": is_whole && service.is_open(),
         "ranks": ranks.len(),
         "dead_ranks": dead,
-        "shutting_down": !service.is_open(),
+        "deaf_ranks": deaf,
+        "accepts_engines": is_accepting,
+        "draining": service.is_draining(),
+        "shutting_down": service.is_ending(),
     });
     let healthy = body.get("healthy").and_then(serde_json::Value::as_bool) == Some(true);
     if healthy {
@@ -150,6 +160,26 @@ async fn health(service: Data<Service>) -> HttpResponse {
     } else {
         HttpResponse::ServiceUnavailable().json(body)
     }
+}
+
+/// Asks the process to finish its rooms and to end, as a signal does.
+async fn drain(service: Data<Service>, body: Bytes) -> Result<HttpResponse, ApiError> {
+    let drain = match body.is_empty() {
+        true => Drain::default(),
+        false => serde_json::from_slice(&body)
+            .map_err(|error| ApiError::new(400, "bad_request", format!("the body: {error}")))?,
+    };
+    let asked_opt = drain.timeout_s.map(u64::from);
+    let timeout_s = asked_opt.unwrap_or(service.config.drain_timeout);
+    let timeout = Duration::from_secs(timeout_s);
+    // The first to ask says how long; a signal cuts it short.
+    service.drain_asked.send_if_modified(|asked| {
+        let is_first = asked.is_none();
+        asked.get_or_insert(timeout);
+        is_first
+    });
+    let body = json!({ "draining": true, "timeout_s": timeout_s });
+    Ok(HttpResponse::Accepted().json(body))
 }
 
 async fn ranks(service: Data<Service>) -> HttpResponse {
@@ -170,12 +200,13 @@ async fn rank(service: Data<Service>, path: Path<u32>) -> Result<HttpResponse, A
 }
 
 async fn open(service: Data<Service>, path: Path<u32>, body: Json<OpenRoom>) -> Answer {
-    if !service.is_open() {
-        return Err(ApiError::new(
-            503,
-            "shutting_down",
-            "the service is shutting down",
-        ));
+    if service.is_ending() {
+        let message = "the service is shutting down; use another";
+        return Err(ApiError::new(503, "shutting_down", message));
+    }
+    if service.is_draining() {
+        let message = "the service drains, it takes no new rooms; use another";
+        return Err(ApiError::new(503, "draining", message));
     }
     service.rank(*path)?.open(body.into_inner()).await.map(Json)
 }

@@ -12,11 +12,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
 use anyhow::{Context, Result};
 use io_engine::{RdmaOptions, TransportKind, rdma_devices};
 use prometheus::Registry;
+use tokio::sync::watch;
 
 use crate::config::ServeConfig;
 use crate::error::ApiError;
@@ -26,6 +28,9 @@ use crate::shutdown::Shutdown;
 
 pub use layout::{LayoutError, engine_key, place_layout, register_buffers};
 
+/// What peers are told whose rooms come too late.
+const DRAINING: &str = "the transfer service drains, it takes no new rooms";
+
 /// What the parts of the service share.
 pub(crate) struct Service {
     pub config: ServeConfig,
@@ -34,7 +39,12 @@ pub(crate) struct Service {
     ranks: Mutex<BTreeMap<u32, RankHandle>>,
     claims: Mutex<BTreeSet<String>>,
     next_rank: AtomicU32,
+    is_draining: AtomicBool,
     is_ending: AtomicBool,
+    /// Told when somebody asks over HTTP for the end: how long open rooms may take.
+    pub drain_asked: watch::Sender<Option<Duration>>,
+    /// Whether the attach socket is served.
+    pub is_accepting: AtomicBool,
 }
 
 impl Service {
@@ -78,7 +88,16 @@ impl Service {
 
     /// Whether the service takes new ranks and rooms.
     pub(crate) fn is_open(&self) -> bool {
-        !self.is_ending.load(Ordering::Acquire)
+        !self.is_draining() && !self.is_ending()
+    }
+
+    /// Whether open rooms may finish, and no new ones are taken.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::Acquire)
     }
 }
 
@@ -123,12 +142,20 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
         ranks: Mutex::default(),
         claims: Mutex::default(),
         next_rank: AtomicU32::new(0),
+        is_draining: AtomicBool::new(false),
         is_ending: AtomicBool::new(false),
+        drain_asked: watch::Sender::new(None),
+        is_accepting: AtomicBool::new(true),
     });
     let api = http::api_server(Arc::clone(&service), api_listener)?;
     let metrics = http::metrics_server(Arc::clone(&service), metrics_listener)?;
     let handles = [api.handle(), metrics.handle()];
-    let attaching = tokio::spawn(attach::accept(Arc::clone(&service), attach_listener));
+    let accepting = AcceptingEnds(Arc::clone(&service));
+    let accepted = attach::accept(Arc::clone(&service), attach_listener);
+    let attaching = tokio::spawn(async move {
+        let _ends = accepting;
+        accepted.await;
+    });
     let mut shutdown = Shutdown::listen().context("listening for signals")?;
     tracing::info!(
         attach = %service.config.attach_socket.display(),
@@ -140,12 +167,27 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
     let _ = writeln!(std::io::stdout(), "ready {metrics_address}");
     let servers = async { tokio::try_join!(api, metrics) };
     tokio::pin!(servers);
-    let ended = tokio::select! {
-        ended = &mut servers => ended.map(|_| ()).context("the http server ended"),
-        signal = shutdown.requested() => {
-            tracing::info!(signal, "ending; a second signal ends at once");
+    let mut drain_asked = service.drain_asked.subscribe();
+    let default_timeout = Duration::from_secs(service.config.drain_timeout);
+    let asked = async {
+        tokio::select! {
+            signal = shutdown.requested() => (signal, default_timeout),
+            asked = drain_asked.wait_for(Option::is_some) => {
+                let timeout_opt = asked.ok().and_then(|timeout_opt| *timeout_opt);
+                ("POST /v1/drain", timeout_opt.unwrap_or(default_timeout))
+            }
+        }
+    };
+    let asked = tokio::select! {
+        ended = &mut servers => Err(ended),
+        asked = asked => Ok(asked),
+    };
+    let ended = match asked {
+        Err(ended) => ended.map(|_| ()).context("the http server ended"),
+        Ok((asked_by, timeout)) => {
+            tracing::info!(asked_by, ?timeout, "ending; a signal ends at once");
             // The servers act on their handles only while they are polled.
-            let ending = async { tokio::join!(end(&service, &handles), &mut servers).1 };
+            let ending = async { tokio::join!(end(&service, timeout, &handles), &mut servers).1 };
             tokio::select! {
                 ended = ending => ended.map(|_| ()).context("the http server ended"),
                 signal = shutdown.requested() => {
@@ -159,9 +201,34 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
     ended
 }
 
-/// No new ranks and rooms; open rooms fail and their peers are told; then the servers stop.
-async fn end(service: &Service, servers: &[ServerHandle]) {
+/// However the task ends that accepts engines, health says so.
+struct AcceptingEnds(Arc<Service>);
+
+impl Drop for AcceptingEnds {
+    fn drop(&mut self) {
+        self.0.is_accepting.store(false, Ordering::Release);
+    }
+}
+
+/// No new ranks and rooms; open rooms may finish until time is up. Those that have not fail, and
+/// their peers are told; then the servers stop.
+async fn end(service: &Service, timeout: Duration, servers: &[ServerHandle]) {
+    service.is_draining.store(true, Ordering::Release);
+    let ranks = service.ranks();
+    let drains = ranks
+        .iter()
+        .filter(|_| !timeout.is_zero())
+        .map(|(_, rank)| rank.drain(DRAINING, timeout));
+    let unfinished: usize = futures::future::join_all(drains).await.into_iter().sum();
+    if unfinished > 0 {
+        tracing::warn!(
+            rooms = unfinished,
+            ?timeout,
+            "rooms that had not ended fail"
+        );
+    }
     service.is_ending.store(true, Ordering::Release);
+    // An engine that was about to attach may have been taken meanwhile.
     let ranks = service.ranks();
     let stops = ranks
         .iter()

@@ -100,7 +100,7 @@ impl RankActor {
                     tracing::warn!(%room, %endpoint, component, transport, reason, "a transfer failed");
                 }
             }
-            ComponentOutcome::Died { .. } => {}
+            ComponentOutcome::Retired { .. } | ComponentOutcome::Died { .. } => {}
         }
     }
 

@@ -8,10 +8,13 @@ use futures::FutureExt;
 
 use crate::api::RoomView;
 use crate::error::ApiError;
-use crate::messages::{Handle, Inbound, Malformed, Observe, Report, StopRank, WaitFor};
-use crate::rank::RankSnapshot;
+use crate::messages::{
+    DrainRank, Handle, Inbound, Malformed, Observe, PeerEnded, ProcessExited, Report, StopRank,
+    WaitFor,
+};
 use crate::rank::actor::{DRAIN_TIMEOUT, RankActor, Waiter, is_reached};
 use crate::rank::core::{ComponentOutcome, Event, RankCore, unknown_room};
+use crate::rank::{Exit, RankSnapshot};
 
 impl Handler<Handle> for RankActor {
     type Result = Result<Option<RoomView>, ApiError>;
@@ -76,6 +79,40 @@ impl Handler<Malformed> for RankActor {
     }
 }
 
+impl Handler<PeerEnded> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, PeerEnded(endpoint): PeerEnded, context: &mut Context<Self>) {
+        self.look_for(endpoint, context);
+    }
+}
+
+impl Handler<ProcessExited> for RankActor {
+    type Result = ();
+
+    fn handle(&mut self, exited: ProcessExited, context: &mut Context<Self>) {
+        let ProcessExited {
+            endpoint,
+            life,
+            exit_opt,
+        } = exited;
+        self.watched_processes = self.watched_processes.saturating_sub(1);
+        let Some(Exit { reason, is_proved }) = exit_opt else {
+            return;
+        };
+        tracing::info!(%endpoint, reason, is_proved, "a peer is gone");
+        let event = match is_proved {
+            true => Event::PeerExited {
+                endpoint,
+                life,
+                reason,
+            },
+            false => Event::PeerLost { endpoint, reason },
+        };
+        self.apply_quietly(event, context);
+    }
+}
+
 impl Handler<WaitFor> for RankActor {
     type Result = ResponseFuture<Result<RoomView, ApiError>>;
 
@@ -137,6 +174,19 @@ impl Handler<Report> for RankActor {
         }
         self.count_component(&report);
         self.apply_quietly(Event::Component(report), context);
+    }
+}
+
+impl Handler<DrainRank> for RankActor {
+    type Result = ResponseFuture<usize>;
+
+    fn handle(&mut self, drain: DrainRank, context: &mut Context<Self>) -> Self::Result {
+        let DrainRank { reason, deadline } = drain;
+        self.apply_quietly(Event::Drain { reason }, context);
+        let (done, is_done) = tokio::sync::oneshot::channel();
+        self.finish(deadline, None, done, context);
+        // Of an actor that ends meanwhile nothing is open.
+        Box::pin(is_done.map(Result::unwrap_or_default))
     }
 }
 

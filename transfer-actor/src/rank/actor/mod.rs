@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use actix::fut::{wrap_future, wrap_stream};
+use actix::fut::wrap_future;
 use actix::prelude::*;
 use common::ids::{ByteOffset, Endpoint, Generation, Room};
 use common::wire::{ControlMessage, EngineDesc, FerryTrailer, Frame, KvPoll, Register, Release};
@@ -21,24 +21,27 @@ use crate::bootstrap_client::jittered;
 use crate::component::{self, ComponentActor};
 use crate::control::Outboxes;
 use crate::error::ApiError;
-use crate::messages::{CancelWork, DoWork, StopComponent};
+use crate::messages::{CancelWork, DoWork, ProcessExited, Report, RetireComponent, StopComponent};
 use crate::metrics::TransferMetrics;
 use crate::rank::actor::log_limit::LogLimit;
 use crate::rank::core::{
     ComponentKey, ComponentOutcome, ComponentReport, Effect, Event, Life, PeerLink, RankCore,
     unknown_room,
 };
-use crate::rank::exits::{Exit, exit_of};
+use crate::rank::exits::exit_of;
 use crate::rank::heartbeats::{Heartbeats, probe};
 use crate::rank::reports::{FIRST_REPORT, Tally, Targets};
 use crate::rank::sessions::Sessions;
 use crate::rank::start::{Resolver, publish_registration};
-use crate::rank::{RankBuffers, RankConfig};
+use crate::rank::{RankAddress, RankBuffers, RankConfig};
 
 /// How often timeouts are looked at.
 const TICK: Duration = Duration::from_millis(250);
 /// How long a stopping rank waits for its last writes and messages.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long an engine has to learn how a room ended and to clear it, once none is open, before a
+/// rank that drains ends.
+const CLEARED_WITHIN: Duration = Duration::from_secs(2);
 /// How often it looks whether they are over.
 const DRAIN_POLL: Duration = Duration::from_millis(5);
 
@@ -83,8 +86,12 @@ pub(crate) struct RankActor {
     pub(super) buffers: Arc<RankBuffers>,
     pub(super) metrics: Arc<TransferMetrics>,
     pub(super) outboxes: Outboxes,
-    /// Peers that ended their connection; taken when the actor starts.
-    endings_opt: Option<mpsc::UnboundedReceiver<Endpoint>>,
+    /// Where others find this actor, or the one after it.
+    own: RankAddress,
+    /// Where it goes when it panics.
+    successors: mpsc::UnboundedSender<Self>,
+    /// Processes of peers that are watched.
+    watched_processes: usize,
     pub(super) resolver: Resolver,
     pub(super) register_opt: Option<Register>,
     pub(super) control: Endpoint,
@@ -117,8 +124,9 @@ impl RankActor {
         resolver: Resolver,
         register_opt: Option<Register>,
         control: Endpoint,
+        outboxes: Outboxes,
+        (own, successors): (RankAddress, mpsc::UnboundedSender<Self>),
     ) -> Self {
-        let (outboxes, endings) = Outboxes::new(config.push);
         Self {
             config,
             core,
@@ -126,7 +134,9 @@ impl RankActor {
             buffers,
             metrics,
             outboxes,
-            endings_opt: Some(endings),
+            own,
+            successors,
+            watched_processes: 0,
             resolver,
             register_opt,
             control,
@@ -172,9 +182,10 @@ impl RankActor {
                 generation_opt,
                 about_opt,
             } => self.send(&to, &message, generation_opt, about_opt, context),
-            Effect::Start { key, link } => self.start_component(key, link, context),
+            Effect::Start { key, link } => self.start_component(key, link),
             Effect::Work { key, work } => self.work(key, work, context),
             Effect::Cancel { key } => self.tell(&key, CancelWork, context),
+            Effect::Retire { key } => self.retire(key),
             Effect::Stop { key } => {
                 self.tell(&key, StopComponent, context);
                 self.components.remove(&key);
@@ -206,7 +217,7 @@ impl RankActor {
                 endpoint,
                 life,
                 engine,
-            } => self.watch_process(endpoint, life, *engine, context),
+            } => self.watch_process(endpoint, life, *engine),
             Effect::WriteAux {
                 room,
                 buffer_index,
@@ -326,17 +337,12 @@ impl RankActor {
         })
     }
 
-    fn start_component(
-        &mut self,
-        key: ComponentKey,
-        link: Arc<PeerLink>,
-        context: &mut Context<Self>,
-    ) {
+    fn start_component(&mut self, key: ComponentKey, link: Arc<PeerLink>) {
         let reach = component::reach(&self.buffers, &link, key.component);
         let now = Instant::now();
         let session = self.sessions.to(&self.engine, &link.engine, &reach, now);
         let buffers = Arc::clone(&self.buffers);
-        let actor = ComponentActor::new(key.clone(), link, buffers, session, context.address());
+        let actor = ComponentActor::new(key.clone(), link, buffers, session, self.own.clone());
         // Children run on this rank's own arbiter, beside it.
         self.components.insert(key, actor.start());
     }
@@ -369,46 +375,55 @@ impl RankActor {
         }
     }
 
+    /// Asks beside this actor, because a message of one that has panicked is not delivered.
+    fn retire(&self, key: ComponentKey) {
+        let (own, address_opt) = (self.own.clone(), self.components.get(&key).cloned());
+        actix::spawn(async move {
+            let is_told = match address_opt {
+                Some(address) => address.send(RetireComponent).await.is_ok(),
+                None => false,
+            };
+            if is_told {
+                return;
+            }
+            // Nobody is left to say what it had begun. Of a rank that panics again this is asked
+            // again.
+            let outcome = ComponentOutcome::Died { panicked: false };
+            let _ = own.send(Report(ComponentReport { key, outcome })).await;
+        });
+    }
+
     fn component_died(&mut self, key: ComponentKey, panicked: bool, context: &mut Context<Self>) {
         self.components.remove(&key);
         let outcome = ComponentOutcome::Died { panicked };
         self.apply_quietly(Event::Component(ComponentReport { key, outcome }), context);
     }
 
-    /// Watches a peer's process for as long as both live.
-    fn watch_process(
-        &mut self,
-        endpoint: Endpoint,
-        life: Life,
-        engine: EngineDesc,
-        context: &mut Context<Self>,
-    ) {
-        let own = self.engine.clone();
-        let exited = async move {
-            let exit_opt = exit_of(own, engine).await;
+    /// Watches a peer's process for as long as both live, beside this actor and its successors.
+    fn watch_process(&mut self, endpoint: Endpoint, life: Life, engine: EngineDesc) {
+        if self.watched_processes >= self.config.limits.peers {
+            return tracing::warn!(%endpoint, "a peer's process is not watched: too many are");
+        }
+        self.watched_processes += 1;
+        let (own_engine, own) = (self.engine.clone(), self.own.clone());
+        actix::spawn(async move {
+            let exit_opt = exit_of(own_engine, engine).await;
             tokio::time::sleep(LAST_WORDS).await;
-            exit_opt
-        };
-        let told = wrap_future(exited).map(move |exit_opt, actor: &mut Self, context| {
-            let Some(Exit { reason, is_proved }) = exit_opt else {
+            let Some(rank) = own.next().await else {
                 return;
             };
-            tracing::info!(%endpoint, reason, is_proved, "a peer is gone");
-            let event = match is_proved {
-                true => Event::PeerExited {
-                    endpoint,
-                    life,
-                    reason,
-                },
-                false => Event::PeerLost { endpoint, reason },
+            let exited = ProcessExited {
+                endpoint,
+                life,
+                exit_opt,
             };
-            actor.apply_quietly(event, context);
+            // Of a rank that panics meanwhile the heartbeats will notice.
+            let _ = rank.send(exited).await;
         });
-        context.spawn(told);
     }
 
     /// A peer ended its connection: looks whether it is gone, if an open room needs it.
-    fn look_for(&mut self, endpoint: Endpoint, context: &mut Context<Self>) {
+    pub(super) fn look_for(&mut self, endpoint: Endpoint, context: &mut Context<Self>) {
         if !self.core.watched().contains(&endpoint) {
             return;
         }
@@ -565,14 +580,6 @@ impl Actor for RankActor {
             let overdue: Vec<Room> = overdue.map(|(room, _)| *room).collect();
             overdue.into_iter().for_each(|room| actor.wake(room));
         });
-        if let Some(mut endings) = self.endings_opt.take() {
-            let ended = futures::stream::poll_fn(move |context| endings.poll_recv(context));
-            context.spawn(
-                wrap_stream(ended)
-                    .map(|endpoint, actor: &mut Self, context| actor.look_for(endpoint, context))
-                    .finish(),
-            );
-        }
         let interval = self.config.timeouts.report;
         if !interval.is_zero() {
             context.run_later(jittered(interval.min(FIRST_REPORT)), Self::report);
@@ -580,6 +587,10 @@ impl Actor for RankActor {
     }
 
     fn stopped(&mut self, _: &mut Context<Self>) {
+        if std::thread::panicking() {
+            // Called on the way out of a panic, too; the drop behind it hands everything on.
+            return;
+        }
         let role = self.role();
         self.metrics.ranks.with_label_values(&[role]).dec();
         for (poll, before) in KvPoll::ALL.into_iter().zip(self.last_census) {
@@ -595,7 +606,69 @@ impl Actor for RankActor {
     }
 }
 
+impl Drop for RankActor {
+    /// After a panic everything that outlives an actor goes to its successor.
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            return;
+        }
+        self.metrics.ranks.with_label_values(&[self.role()]).dec();
+        let (unused, _) = Outboxes::new(self.config.push);
+        let successor = Self {
+            config: Arc::clone(&self.config),
+            core: self.core.take(),
+            engine: self.engine.clone(),
+            buffers: Arc::clone(&self.buffers),
+            metrics: Arc::clone(&self.metrics),
+            outboxes: std::mem::replace(&mut self.outboxes, unused),
+            own: self.own.clone(),
+            successors: self.successors.clone(),
+            watched_processes: self.watched_processes,
+            resolver: self.resolver.clone(),
+            register_opt: self.register_opt.clone(),
+            control: self.control.clone(),
+            sessions: std::mem::take(&mut self.sessions),
+            heartbeats: Heartbeats::default(),
+            tally: std::mem::take(&mut self.tally),
+            reports: std::mem::take(&mut self.reports),
+            components: std::mem::take(&mut self.components),
+            published: std::mem::take(&mut self.published),
+            last_census: self.last_census,
+            waiters: std::mem::take(&mut self.waiters),
+            last_sessions: self.last_sessions,
+            last_rails: std::mem::take(&mut self.last_rails),
+            sending: 0,
+            malformed_log: LogLimit::default(),
+        };
+        // Nobody is left to take it when the rank's thread ends.
+        let _ = self.successors.send(successor);
+    }
+}
+
 impl RankActor {
+    /// Answers once every room has ended and the engine has heard of it, or time is up.
+    pub(super) fn finish(
+        &mut self,
+        deadline: Instant,
+        ended_opt: Option<Instant>,
+        done: tokio::sync::oneshot::Sender<usize>,
+        context: &mut Context<Self>,
+    ) {
+        let (census, now) = (self.core.census(), Instant::now());
+        let is_over = census.open() == 0 && self.core.pending_work() == 0;
+        let ended_opt = is_over.then(|| ended_opt.unwrap_or(now));
+        let has_waited = |ended: Instant| now.duration_since(ended) >= CLEARED_WITHIN;
+        let is_cleared = census.ended() == 0 || ended_opt.is_some_and(has_waited);
+        if (is_over && is_cleared) || now >= deadline {
+            // Whoever asked may have given up.
+            let _ = done.send(census.open());
+            return;
+        }
+        context.run_later(DRAIN_POLL, move |actor, context| {
+            actor.finish(deadline, ended_opt, done, context);
+        });
+    }
+
     /// Ends the actor once nothing is being written and nothing is being sent, or time is up.
     pub(super) fn drain(
         &mut self,

@@ -92,6 +92,25 @@ pub enum Event {
         /// What the kernel said.
         reason: String,
     },
+    /// An announcement did not come through to the rules.
+    Lost {
+        /// The room.
+        room: Room,
+        /// Who announced it.
+        endpoint: Endpoint,
+        /// Its generation, from a trailer.
+        generation_opt: Option<Generation>,
+    },
+    /// The rank's actor panicked: whatever was under way is not known to have been done.
+    Restarted {
+        /// What the rooms that were open are told.
+        reason: String,
+    },
+    /// The rank is about to end and takes no new rooms; those that it has go on.
+    Drain {
+        /// What those are told that come now.
+        reason: String,
+    },
     /// Time has passed.
     Tick,
     /// The rank is about to end; every open room fails with this reason.
@@ -194,6 +213,11 @@ pub enum ComponentOutcome {
         is_quiesced: bool,
         /// The transport's name, if one was chosen.
         transport: &'static str,
+    },
+    /// It was retired: all of its work is over, reported or not.
+    Retired {
+        /// Whether it is proved that nothing is written any more.
+        is_quiesced: bool,
     },
     /// The actor is gone. Work that it had not reported is lost.
     Died {
@@ -318,6 +342,11 @@ pub enum Effect {
     },
     /// Begin no more writes; the report of each piece of work still comes.
     Cancel {
+        /// Whose.
+        key: ComponentKey,
+    },
+    /// Begin no more writes and give all of them up; one report of the end of all comes.
+    Retire {
         /// Whose.
         key: ComponentKey,
     },

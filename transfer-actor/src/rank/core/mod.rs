@@ -115,6 +115,14 @@ impl RankCore {
         }
     }
 
+    /// Moves everything out, and leaves a rank without rooms and peers.
+    pub fn take(&mut self) -> Self {
+        match self {
+            Self::Prefill(core) => Self::Prefill(Box::new(core.take())),
+            Self::Decode(core) => Self::Decode(Box::new(core.take())),
+        }
+    }
+
     /// A room as its engine sees it.
     pub fn view(&self, room: Room) -> Option<RoomView> {
         match self {
@@ -147,6 +155,15 @@ impl RankCore {
         match self {
             Self::Prefill(core) => core.pending_work(),
             Self::Decode(_) => 0,
+        }
+    }
+
+    /// Whether the rank takes no new rooms.
+    #[cfg(test)]
+    pub(crate) fn is_draining(&self) -> bool {
+        match self {
+            Self::Prefill(core) => core.is_draining(),
+            Self::Decode(core) => core.is_draining(),
         }
     }
 
@@ -207,11 +224,34 @@ pub struct Census {
     pub tombstones: usize,
 }
 
+impl Census {
+    /// Rooms that have not ended.
+    pub fn open(&self) -> usize {
+        let [_failed, bootstrapping, waiting, transferring, _success] = self.by_status;
+        bootstrapping + waiting + transferring
+    }
+
+    /// Rooms that have ended and that the engine has not cleared, or whose writes have not.
+    pub fn ended(&self) -> usize {
+        let [failed, .., success] = self.by_status;
+        failed + success
+    }
+}
+
 pub(crate) fn unknown_room(room: Room) -> ApiError {
     ApiError::new(
         404,
         "unknown_room",
         format!("room {room} is not open on this rank; open it first"),
+    )
+}
+
+/// Why a rank that drains opens no room.
+pub(crate) fn draining(room: Room, reason: &str) -> ApiError {
+    ApiError::new(
+        503,
+        "draining",
+        format!("room {room} is not opened: {reason}; use another rank"),
     )
 }
 

@@ -417,6 +417,13 @@ impl PrefillRoom {
                 self.is_poisoned |= !is_quiesced;
                 Some(reason.clone())
             }
+            ComponentOutcome::Retired { is_quiesced } => {
+                self.pending -= moved.pending;
+                moved.pending = 0;
+                moved.outcome_opt = Some("aborted");
+                self.is_poisoned |= !is_quiesced;
+                Some("its actor was retired".to_owned())
+            }
             ComponentOutcome::Died { panicked } => {
                 // What it had begun may still be written: nobody is left to say that it is not.
                 self.pending -= moved.pending;
@@ -433,6 +440,14 @@ impl PrefillRoom {
     pub fn cancel(&self, effects: &mut Vec<Effect>) {
         let running = self.moved.iter().filter(|(_, moved)| moved.pending > 0);
         effects.extend(running.map(|((endpoint, component), _)| Effect::Cancel {
+            key: self.key(endpoint, *component),
+        }));
+    }
+
+    /// Asks every component actor that has work for the end of all of it.
+    pub fn retire(&self, effects: &mut Vec<Effect>) {
+        let running = self.moved.iter().filter(|(_, moved)| moved.pending > 0);
+        effects.extend(running.map(|((endpoint, component), _)| Effect::Retire {
             key: self.key(endpoint, *component),
         }));
     }

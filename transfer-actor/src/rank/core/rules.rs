@@ -50,6 +50,12 @@ pub(crate) enum Rule {
     ExitOfThisLife,
     /// The bootstrap server's answer to an older question is ignored.
     ResolvedGeneration,
+    /// After a panic every component actor with work is asked for the end of all of it.
+    RestartAsksAgain,
+    /// Who announced a room is told that this was lost only if it cannot be of a use that is over.
+    LostMayBeLate,
+    /// A rank that drains takes no new rooms.
+    DrainTakesNoRooms,
 }
 
 #[cfg(not(test))]
@@ -78,7 +84,7 @@ mod broken {
     }
 
     /// Every rule.
-    pub(crate) const ALL: [Rule; 23] = [
+    pub(crate) const ALL: [Rule; 26] = [
         Rule::AckAfterDrain,
         Rule::NoAckWhenPoisoned,
         Rule::NoWriteAfterFailure,
@@ -102,6 +108,9 @@ mod broken {
         Rule::PeerLossFails,
         Rule::ExitOfThisLife,
         Rule::ResolvedGeneration,
+        Rule::RestartAsksAgain,
+        Rule::LostMayBeLate,
+        Rule::DrainTakesNoRooms,
     ];
 
     /// Leaves a rule out on this thread, or none.

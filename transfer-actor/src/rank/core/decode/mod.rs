@@ -20,7 +20,7 @@ use crate::rank::core::event::{
 };
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::{Epitaph, Tombstones};
-use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
+use crate::rank::core::{Census, Limits, Reaction, Timeouts, draining, unknown_room, wrong_role};
 
 /// The policy under which the decode allocates only once the prefill is complete.
 pub(crate) const PREFILL_COMPLETE: &str = "prefill_complete";
@@ -90,6 +90,8 @@ pub struct DecodeCore {
     last_life: u64,
     tombstones: Tombstones,
     last_generation: u64,
+    /// Why no room is opened any more.
+    draining_opt: Option<String>,
 }
 
 impl DecodeCore {
@@ -107,8 +109,14 @@ impl DecodeCore {
             last_life: 0,
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
             last_generation: identity.first_generation,
+            draining_opt: None,
             identity,
         }
+    }
+
+    pub(super) fn take(&mut self) -> Self {
+        let empty = Self::new(self.identity.clone(), self.timeouts, self.limits);
+        std::mem::replace(self, empty)
     }
 
     pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
@@ -141,13 +149,24 @@ impl DecodeCore {
                 life,
                 reason,
             } => Reaction::done(self.peer_exited(&endpoint, life, &reason, now)),
+            Event::Drain { reason } => {
+                self.draining_opt = Some(reason);
+                Reaction::default()
+            }
             Event::Tick => Reaction::done(self.tick(now)),
             Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
+            Event::Restarted { reason } => {
+                // Some REGISTER may not have been sent; registering twice does no harm.
+                self.registered.clear();
+                Reaction::done(self.shutdown(&reason, now))
+            }
             Event::Chunk { .. } => Reaction::refused(wrong_role("sending a chunk", "prefill")),
             Event::PrefillComplete { .. } => {
                 Reaction::refused(wrong_role("prefill-complete", "prefill"))
             }
-            Event::Component(_) | Event::Unreadable { .. } => Reaction::default(),
+            Event::Component(_) | Event::Unreadable { .. } | Event::Lost { .. } => {
+                Reaction::default()
+            }
         }
     }
 
@@ -207,6 +226,11 @@ impl DecodeCore {
         if self.rooms.contains_key(&room) {
             let message = format!("room {room} is open on this rank; clear it first");
             return Err(ApiError::new(409, "room_exists", message));
+        }
+        if let Some(reason) = &self.draining_opt
+            && holds(Rule::DrainTakesNoRooms)
+        {
+            return Err(draining(room, reason));
         }
         if self.rooms.len() >= self.limits.rooms {
             let message = format!(
@@ -434,6 +458,10 @@ impl DecodeCore {
 
 #[cfg(test)]
 impl DecodeCore {
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining_opt.is_some()
+    }
+
     pub(super) fn last_generation(&self) -> u64 {
         self.last_generation
     }

@@ -153,7 +153,7 @@ impl PrefillCore {
         let endpoint = sender.endpoint;
         if let Some(room) = sender.room_opt {
             return match self.refused.get(&endpoint).cloned() {
-                Some(reason) => self.refuse_room(room, endpoint, &reason, now),
+                Some(reason) => self.refuse_room(room, endpoint, None, &reason, now),
                 None => Vec::new(),
             };
         }
@@ -164,30 +164,80 @@ impl PrefillCore {
         Vec::new()
     }
 
+    /// An announcement is gone; who waits for its answer would do so until its timeout.
+    pub(super) fn lost(
+        &mut self,
+        room: Room,
+        endpoint: Endpoint,
+        generation_opt: Option<Generation>,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let reason = format!("what decode rank {endpoint} announced was lost in a restart");
+        self.turn_away(room, endpoint, generation_opt, &reason, now)
+    }
+
+    /// No room is opened any more, so whoever has announced one is told, and whoever will.
+    pub(super) fn drain(&mut self, reason: String, now: Instant) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        for (room, endpoint, generation_opt) in self.early.take_all() {
+            effects.extend(self.turn_away(room, endpoint, generation_opt, &reason, now));
+        }
+        self.draining_opt = Some(reason);
+        effects
+    }
+
+    /// Tells a decode rank that nothing will be sent for what it announced.
+    fn turn_away(
+        &mut self,
+        room: Room,
+        endpoint: Endpoint,
+        generation_opt: Option<Generation>,
+        reason: &str,
+        now: Instant,
+    ) -> Vec<Effect> {
+        // Without a generation it may be a late one of a use that succeeded, and a failure would
+        // contradict that; who announced the next use so soon waits until its timeout.
+        let has_succeeded = |state: &PrefillRoom| state.poll == KvPoll::Success;
+        let may_be_late = generation_opt.is_none()
+            && (self.tombstones.get(&room).is_some()
+                || self.rooms.get(&room).is_some_and(has_succeeded));
+        let is_late = may_be_late || self.is_over(room, &endpoint, generation_opt);
+        if is_late && holds(Rule::LostMayBeLate) {
+            return vec![late("announcement")];
+        }
+        let effects = self.refuse_room(room, endpoint.clone(), generation_opt, reason, now);
+        if let Some(generation) = generation_opt {
+            // It was told so, and may give its places to somebody else.
+            self.end_use(room, &endpoint, generation.get(), now);
+        }
+        effects
+    }
+
     fn refuse_room(
         &mut self,
         room: Room,
         endpoint: Endpoint,
+        generation_opt: Option<Generation>,
         reason: &str,
         now: Instant,
     ) -> Vec<Effect> {
         let mut effects = vec![Effect::Send {
-            to: endpoint,
+            to: endpoint.clone(),
             message: ControlMessage::Status(Status {
                 room,
                 poll: KvPoll::Failed,
                 prefill_rank: self.identity.unique_rank,
                 reason: Some(reason.to_owned()),
             }),
-            generation_opt: None,
+            generation_opt,
             about_opt: None,
         }];
         let is_open = |state: &PrefillRoom| !state.is_cleared && !state.poll.is_terminal();
         if self.rooms.get(&room).is_some_and(is_open) {
             self.fail(room, reason, None, now, &mut effects);
-        } else {
+        } else if self.draining_opt.is_none() {
             let dropped = self.early.change(room, now, &self.limits, |early| {
-                early.refused_opt = Some(reason.to_owned());
+                early.refused_opt = Some((endpoint, reason.to_owned()));
             });
             effects.extend(orphaned(dropped));
         }
@@ -202,7 +252,7 @@ impl PrefillCore {
     ) -> Vec<Effect> {
         let room = info.room;
         if let Some(reason) = self.refused.get(&info.endpoint).cloned() {
-            return self.refuse_room(room, info.endpoint, &reason, now);
+            return self.refuse_room(room, info.endpoint, None, &reason, now);
         }
         if self.is_over(room, &info.endpoint, generation_opt) {
             return vec![late("transfer_info")];
@@ -258,6 +308,9 @@ impl PrefillCore {
         now: Instant,
     ) -> Vec<Effect> {
         let room = info.room;
+        if let Some(reason) = self.draining_opt.clone() {
+            return self.turn_away(room, info.endpoint, generation_opt, &reason, now);
+        }
         let mut effects = Vec::new();
         if self.tombstones.get(&room).is_some() {
             // Early metadata of the next use cannot be told from late metadata of the last.
@@ -421,6 +474,10 @@ impl PrefillCore {
         generation_opt: Option<Generation>,
         now: Instant,
     ) -> Vec<Effect> {
+        if let Some(reason) = self.draining_opt.clone() {
+            let Bootstrap { room, reply_to } = bootstrap;
+            return self.turn_away(room, reply_to, generation_opt, &reason, now);
+        }
         let mut is_taken = false;
         let dropped = self
             .early

@@ -22,8 +22,8 @@ pub(super) struct Early {
     /// Decode ranks that gave the room up and did not announce it again since; `None` is one that
     /// did not say who it is. They may have been promised that nothing is written.
     pub given_up: Vec<Option<Endpoint>>,
-    /// Why the room cannot be served, when one of its decode ranks cannot be understood.
-    pub refused_opt: Option<String>,
+    /// The decode rank that was told that the room cannot be served, and why.
+    pub refused_opt: Option<(Endpoint, String)>,
 }
 
 impl Early {
@@ -103,6 +103,7 @@ impl Early {
     fn is_back(&mut self, who: &Endpoint) {
         self.given_up
             .retain(|other| other.as_ref().is_some_and(|other| other != who));
+        self.refused_opt.take_if(|(other, _)| other == who);
     }
 
     /// About what it takes, in bytes.
@@ -116,7 +117,8 @@ impl Early {
                 + info.endpoint.host.len()
         };
         let infos: usize = self.infos.iter().map(|(info, _)| of_info(info)).sum();
-        let reason = self.refused_opt.as_ref().map_or(0, String::len);
+        let reason = self.refused_opt.as_ref();
+        let reason = reason.map_or(0, |(_, reason)| reason.len());
         size_of::<Self>() + infos + reason + self.given_up.len() * size_of::<Endpoint>()
     }
 }
@@ -192,6 +194,24 @@ impl EarlyRooms {
         let early = self.rooms.remove(&room)?;
         self.bytes -= early.bytes;
         Some(early)
+    }
+
+    /// Forgets all rooms; who had announced them.
+    pub fn take_all(&mut self) -> Vec<(Room, Endpoint, Option<Generation>)> {
+        let mut announcers = Vec::new();
+        for (room, early) in std::mem::take(self).rooms {
+            let infos = early.infos.into_iter();
+            let infos = infos.map(|(info, generation_opt)| (info.endpoint, generation_opt));
+            let bootstraps = early.bootstrap_opt.into_iter();
+            let bootstraps =
+                bootstraps.map(|(bootstrap, generation_opt)| (bootstrap.reply_to, generation_opt));
+            announcers.extend(
+                infos
+                    .chain(bootstraps)
+                    .map(|(endpoint, generation_opt)| (room, endpoint, generation_opt)),
+            );
+        }
+        announcers
     }
 
     /// Forgets what is too old; how many rooms.

@@ -299,6 +299,18 @@ impl PrefillCore {
         effects
     }
 
+    /// Work may have been handed over and never begun, and a report may have come and not been
+    /// counted: each component actor with work is asked once more, for all of it.
+    pub(super) fn restarted(&mut self, reason: &str, now: Instant) -> Vec<Effect> {
+        let mut effects = self.shutdown(reason, now);
+        let asked = self
+            .rooms
+            .values()
+            .filter(|_| holds(Rule::RestartAsksAgain));
+        asked.for_each(|state| state.retire(&mut effects));
+        effects
+    }
+
     fn ack(&self, room: Room, to: Endpoint, generation: i64) -> Effect {
         ack(room, to, generation, self.identity.unique_rank)
     }

@@ -23,7 +23,7 @@ use crate::rank::core::prefill::early::EarlyRooms;
 use crate::rank::core::prefill_room::PrefillRoom;
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::{Epitaph, Tombstones};
-use crate::rank::core::{Census, Limits, Reaction, Timeouts, unknown_room, wrong_role};
+use crate::rank::core::{Census, Limits, Reaction, Timeouts, draining, unknown_room, wrong_role};
 
 /// Why a room fails at its opening.
 const GIVEN_UP_EARLY: &str = "the decode side gave the room up before it was opened here";
@@ -86,6 +86,8 @@ pub struct PrefillCore {
     over: Tombstones<(Room, Endpoint), u64>,
     last_generation: u64,
     last_life: u64,
+    /// Why no room is opened any more.
+    draining_opt: Option<String>,
 }
 
 impl PrefillCore {
@@ -103,7 +105,13 @@ impl PrefillCore {
             over: Tombstones::new(limits.tombstones, timeouts.tombstone),
             last_generation: 0,
             last_life: 0,
+            draining_opt: None,
         }
+    }
+
+    pub(super) fn take(&mut self) -> Self {
+        let empty = Self::new(self.identity.clone(), self.timeouts, self.limits);
+        std::mem::replace(self, empty)
     }
 
     pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
@@ -129,8 +137,15 @@ impl PrefillCore {
                 reason,
             } => Reaction::done(self.peer_exited(&endpoint, life, &reason, now)),
             Event::SendFailed { .. } => Reaction::default(),
+            Event::Drain { reason } => Reaction::done(self.drain(reason, now)),
             Event::Tick => Reaction::done(self.tick(now)),
             Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
+            Event::Restarted { reason } => Reaction::done(self.restarted(&reason, now)),
+            Event::Lost {
+                room,
+                endpoint,
+                generation_opt,
+            } => Reaction::done(self.lost(room, endpoint, generation_opt, now)),
             Event::Announce { .. } => Reaction::refused(wrong_role("announce", "decode")),
             Event::Resolved { .. } => Reaction::default(),
         }
@@ -242,6 +257,11 @@ impl PrefillCore {
                 ),
             ));
         }
+        if let Some(reason) = &self.draining_opt
+            && holds(Rule::DrainTakesNoRooms)
+        {
+            return Err(draining(room, reason));
+        }
         if self.rooms.len() >= self.limits.rooms {
             return Err(ApiError::new(
                 429,
@@ -269,7 +289,7 @@ impl PrefillCore {
             return Ok(effects);
         };
         // Failed first, so that no actor starts for it.
-        if let Some(reason) = &early.refused_opt {
+        if let Some((_, reason)) = &early.refused_opt {
             self.fail(room, reason, None, now, &mut effects);
         } else if !early.given_up.is_empty() {
             self.fail(room, GIVEN_UP_EARLY, None, now, &mut effects);
@@ -344,6 +364,10 @@ impl PrefillCore {
 
 #[cfg(test)]
 impl PrefillCore {
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining_opt.is_some()
+    }
+
     pub(super) fn last_generation(&self) -> u64 {
         self.last_generation
     }
@@ -351,6 +375,14 @@ impl PrefillCore {
     /// The decode rank's own generation of a room, as it announced it.
     pub(super) fn announced_generation(&self, room: Room, who: &Endpoint) -> Option<Generation> {
         self.rooms.get(&room)?.generation_of(who)
+    }
+
+    /// The decode ranks that the room feeds, and their own generations of it.
+    pub(super) fn fed_by(&self, room: Room) -> Vec<(Endpoint, Option<Generation>)> {
+        let targets = self.rooms.get(&room).map(|state| &state.targets);
+        let targets = targets.into_iter().flatten();
+        let fed = targets.map(|target| (target.info.endpoint.clone(), target.generation_opt));
+        fed.collect()
     }
 
     /// The state of a room, for the table of states and events.

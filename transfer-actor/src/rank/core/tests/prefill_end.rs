@@ -166,6 +166,43 @@ fn the_death_of_an_actor_takes_all_of_its_work_and_nobody_elses() {
 }
 
 #[test]
+fn after_a_panic_every_actor_with_work_is_retired_and_its_answer_is_the_proof() {
+    for is_quiesced in [true, false] {
+        let mut rank = announced();
+        let mut works = send(&mut rank, chunk([0], false)).works();
+        works.extend(send(&mut rank, chunk([1, 2, 3], true)).works());
+        rank.report(&works[0], moved());
+        let reason = "its actor panicked".to_owned();
+        let done = rank.event(Event::Restarted { reason });
+        assert_eq!(done.statuses(), [(decode_endpoint(0), KvPoll::Failed)]);
+        let retired = |effect: &Effect| match effect {
+            Effect::Retire { key } => Some(key.clone()),
+            _ => None,
+        };
+        let retired: Vec<_> = done.0.iter().filter_map(retired).collect();
+        assert_eq!(
+            retired.len(),
+            3,
+            "one for each component, not for each work"
+        );
+        abort_of_7(&mut rank);
+        assert!(!rank.view(7).release_safe);
+        // A report from before the panic that comes twice counts once: that of the retired ends
+        // the matter.
+        let over = ComponentOutcome::Retired { is_quiesced };
+        let mut acks = Vec::new();
+        for key in &retired {
+            acks.extend(rank.report(key, over.clone()).acks());
+            rank.report(key, failed(true));
+        }
+        assert_eq!(rank.core.pending_work(), 0);
+        assert_eq!(acks.len(), usize::from(is_quiesced));
+        assert_eq!(rank.view(7).release_safe, is_quiesced);
+        assert!(rank.reason(7).contains("panicked"), "{}", rank.reason(7));
+    }
+}
+
+#[test]
 fn an_idle_actor_may_end_without_harm() {
     let mut rank = announced();
     let works = send(&mut rank, chunk([0, 1, 2, 3], true)).works();

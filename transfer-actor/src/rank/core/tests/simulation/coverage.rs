@@ -29,7 +29,7 @@ pub const DECODE_STATES: [&str; 9] = [
     "success",
     "failed",
 ];
-pub const KINDS: [&str; 31] = [
+pub const KINDS: [&str; 35] = [
     "register",
     "transfer_info",
     "abort",
@@ -52,6 +52,7 @@ pub const KINDS: [&str; 31] = [
     "moved",
     "failed_quiesced",
     "failed_unproved",
+    "retired",
     "died",
     "resolved",
     "unresolved",
@@ -61,6 +62,9 @@ pub const KINDS: [&str; 31] = [
     "hello",
     "tick",
     "shutdown",
+    "restarted",
+    "drain",
+    "lost",
 ];
 
 pub fn state_of(core: &RankCore, room: Room) -> &'static str {
@@ -94,6 +98,7 @@ pub fn kind_of(event: &Event) -> &'static str {
                 is_quiesced: true, ..
             } => "failed_quiesced",
             ComponentOutcome::Failed { .. } => "failed_unproved",
+            ComponentOutcome::Retired { .. } => "retired",
             ComponentOutcome::Died { .. } => "died",
         },
         Event::Resolved { result: Ok(_), .. } => "resolved",
@@ -103,6 +108,9 @@ pub fn kind_of(event: &Event) -> &'static str {
         Event::PeerExited { .. } => "peer_exited",
         Event::Tick => "tick",
         Event::Shutdown { .. } => "shutdown",
+        Event::Restarted { .. } => "restarted",
+        Event::Drain { .. } => "drain",
+        Event::Lost { .. } => "lost",
     }
 }
 
@@ -117,12 +125,15 @@ pub fn is_about(event: &Event, room: Room) -> bool {
         | Event::Chunk { room, .. }
         | Event::Abort { room, .. }
         | Event::Clear { room }
+        | Event::Lost { room, .. }
         | Event::Resolved { room, .. } => Some(*room),
         Event::Component(report) => Some(report.key.room),
         Event::SendFailed { about_opt, .. } => about_opt.map(|(room, _)| room),
         Event::PeerLost { .. }
         | Event::PeerExited { .. }
         | Event::Tick
+        | Event::Restarted { .. }
+        | Event::Drain { .. }
         | Event::Shutdown { .. } => None,
     };
     about_opt.is_none_or(|about| about == room)

@@ -242,12 +242,15 @@ impl World {
         script.is_open = true;
         self.places[site].scripts.insert(number, script.clone());
         let next = self.places[site].core.next_generation();
+        let is_draining = self.places[site].core.is_draining();
         let binding = (site, self.places[site].life, room, next);
         self.bound.insert(binding, script.request);
         if !self.command(site, open)? {
-            // The last writes of an older use are still on their way.
+            // The last writes of an older use are still on their way, or the rank drains.
             script.is_open = false;
             self.places[site].scripts.insert(number, script);
+        } else if is_draining {
+            return Err(format!("room {number} is opened at {site}, which drains"));
         }
         self.wake(site);
         Ok(())
@@ -266,7 +269,7 @@ impl World {
         let rank = self.random.below(3) as i64;
         let message = |message| Event::Message(message, None);
         let is_prefill = self.places[site].is_prefill;
-        let event = match self.random.below(30) {
+        let event = match self.random.below(32) {
             // 0.5.23 takes a dummy for real, and says so before any byte has moved.
             23 if !is_prefill && !self.weather.is_ferry => {
                 let resolved = self.engines.resolved(self.places[site].rank);
@@ -379,6 +382,21 @@ impl World {
                 endpoint: stranger,
                 reason: "no route".to_owned(),
             },
+            30 => {
+                let (endpoint, generation_opt) =
+                    self.said_twice(site, room).unwrap_or((stranger, None));
+                Event::Lost {
+                    room,
+                    endpoint,
+                    generation_opt,
+                }
+            }
+            31 => Event::PeerLost {
+                endpoint: self.places[self.random.below(self.places.len())]
+                    .endpoint
+                    .clone(),
+                reason: "no route".to_owned(),
+            },
             15 => Event::Resolved {
                 room,
                 generation: Generation(0),
@@ -395,8 +413,9 @@ impl World {
                     endpoint: stranger,
                     component: ComponentId::Kv,
                 },
-                outcome: match self.random.below(4) {
+                outcome: match self.random.below(5) {
                     0 => ComponentOutcome::Died { panicked: false },
+                    3 => ComponentOutcome::Retired { is_quiesced: false },
                     1 => failed(false),
                     2 => failed(true),
                     _ => moved(),
@@ -404,6 +423,14 @@ impl World {
             }),
         };
         self.command(site, event).map(|_| ())
+    }
+
+    /// Who may have announced the room once more, where messages come twice.
+    fn said_twice(&self, site: Site, room: Room) -> Option<(Endpoint, Option<Generation>)> {
+        match &self.places[site].core {
+            RankCore::Prefill(core) if self.weather.is_chaotic => core.fed_by(room).pop(),
+            _ => None,
+        }
     }
 
     /// The report of a write of an older use of a room.
@@ -481,8 +508,11 @@ impl World {
                 RoomStatus::Failed => self.failures += 1,
                 _ => {}
             }
-            if !self.places[site].is_prefill {
-                self.check_end(site, number, &view)?;
+            match &self.places[site].core {
+                RankCore::Prefill(core) => {
+                    self.fed.insert((site, request), core.fed_by(room(number)));
+                }
+                RankCore::Decode(_) => self.check_end(site, number, &view)?,
             }
         }
         Ok(())
@@ -495,15 +525,26 @@ impl World {
         let script = &place.scripts[&number];
         let (request, resolved) = (script.request, self.engines.resolved(place.rank));
         let writers = resolved.targets.iter().filter(|target| !target.is_dummy);
-        let outcome_of = |unique_rank: i64| {
+        let site_of = |unique_rank: i64| {
             let mut places = self.places.iter();
             let engine = self.requests[request].prefill;
-            let writer = places.position(|place| {
+            places.position(|place| {
                 place.is_prefill && place.engine == engine && i64::from(place.rank) == unique_rank
-            })?;
-            self.outcomes
-                .get(&(writer, request))
-                .map(|(status, _)| *status)
+            })
+        };
+        let outcome_of = |unique_rank: i64| {
+            let outcome = self.outcomes.get(&(site_of(unique_rank)?, request));
+            outcome.map(|(status, _)| *status)
+        };
+        // An announcement that nobody waited for any more may have been taken in place of this
+        // one.
+        let has_fed_this_use = |unique_rank: i64| {
+            let fed_opt = site_of(unique_rank).and_then(|writer| self.fed.get(&(writer, request)));
+            let mut fed = fed_opt.into_iter().flatten();
+            fed.any(|(endpoint, generation_opt)| {
+                let is_this_use = |it: &Generation| it.get() == view.generation;
+                *endpoint == place.endpoint && generation_opt.as_ref().is_none_or(is_this_use)
+            })
         };
         if view.status == RoomStatus::Success {
             place.memory.verify(&script.holding, request)?;
@@ -526,11 +567,9 @@ impl World {
             let reason = view.reason.as_deref().unwrap_or_default();
             for target in &resolved.targets {
                 let blames = format!("prefill rank {}: ", target.unique_rank);
-                // An announcement that nobody waited for any more may have been taken first.
-                let is_refused = reason.contains("was announced by all of its decode ranks");
                 if reason.starts_with(&blames)
-                    && !is_refused
                     && outcome_of(target.unique_rank) == Some(RoomStatus::Success)
+                    && has_fed_this_use(target.unique_rank)
                 {
                     return Err(format!(
                         "request {request} fails at decode {site} with {reason:?}, and that rank succeeded"

@@ -1,7 +1,7 @@
 //! An io engine that writes into the memory of other ranks: in time, late, half, or never.
 
 use super::memory::{Range, Request};
-use super::world::{Happening, Site, World, engine_key};
+use super::world::{Happening, Site, TICK, World, engine_key};
 use crate::rank::core::Work;
 use crate::rank::core::tests::*;
 
@@ -19,6 +19,8 @@ pub struct Running {
     target: String,
     ranges: Vec<Range>,
     pub is_reported: bool,
+    /// When its rank panicked with the order for it, or with its report.
+    pub lost_opt: Option<Duration>,
     has_landed: bool,
 }
 
@@ -62,6 +64,7 @@ impl World {
                 target: link.engine.key.clone(),
                 ranges,
                 is_reported: false,
+                lost_opt: None,
                 has_landed: false,
             },
         );
@@ -140,8 +143,89 @@ impl World {
         }
     }
 
+    /// A rank's actor panics: orders that it gave may not have come through, and reports to it.
+    pub fn lose_works(&mut self, site: Site) {
+        let life = self.places[site].life;
+        let theirs = self.works.values_mut();
+        let theirs =
+            theirs.filter(|work| (work.site, work.life) == (site, life) && !work.is_reported);
+        for work in theirs {
+            if self.random.percent(30) {
+                work.lost_opt = Some(self.now);
+                let is_unbegun = !work.has_landed && self.random.percent(50);
+                if is_unbegun {
+                    work.ranges.clear();
+                }
+            }
+        }
+    }
+
+    /// Work that was lost in a panic does not hold its room: somebody asks for its end.
+    pub fn check_lost_works(&self, site: Site) -> Result<(), String> {
+        let place = &self.places[site];
+        let is_stopped = place.stopped_until + 2 * TICK > self.now;
+        if is_stopped || place.core.pending_work() == 0 {
+            return Ok(());
+        }
+        let mut theirs = self.works.values();
+        let held = theirs.find(|work| {
+            let is_ours = (work.site, work.life) == (site, place.life) && !work.is_reported;
+            let mut lost = work.lost_opt.iter();
+            is_ours && lost.any(|lost| self.now > *lost + 2 * TICK)
+        });
+        match held {
+            Some(work) => Err(format!("nobody asks for what {:?} lost", work.key)),
+            None => Ok(()),
+        }
+    }
+
+    /// All work of an actor ends, and one report tells of it.
+    pub fn retire(&mut self, site: Site, key: &ComponentKey) {
+        let life = self.places[site].life;
+        let report = |is_quiesced| ComponentReport {
+            key: key.clone(),
+            outcome: ComponentOutcome::Retired { is_quiesced },
+        };
+        let actor = (site, life, key.clone());
+        if let Some((over, is_quiesced)) = self.retired.get(&actor).copied() {
+            // Asked again, it answers the same, and no sooner than its work is over.
+            let when = over.max(self.now + self.random.between(0, 10));
+            return self.at(when, Happening::Retired(site, life, report(is_quiesced)));
+        }
+        let theirs = self.works.iter_mut().filter(|(_, work)| {
+            (work.site, work.life, &work.key) == (site, life, key) && !work.is_reported
+        });
+        let fate = self.random.below(4);
+        let mut landing = Vec::new();
+        for (number, work) in theirs {
+            work.is_reported = true;
+            // Some of it was never begun, some is given up.
+            if fate < 2 {
+                work.ranges.clear();
+            } else if !work.has_landed {
+                landing.push(*number);
+            }
+        }
+        let mut when = self.now + self.random.between(0, 10);
+        let is_quiesced = fate < 3;
+        let late = match is_quiesced {
+            true => 2000,
+            false => 8000,
+        };
+        for number in landing {
+            let lands = self.now + self.random.between(0, late);
+            self.at(lands, Happening::Land(number));
+            if is_quiesced {
+                when = when.max(lands);
+            }
+        }
+        self.retired.insert(actor, (when, is_quiesced));
+        self.at(when, Happening::Retired(site, life, report(is_quiesced)));
+    }
+
     pub fn report(&mut self, number: u64, outcome: ComponentOutcome) -> Result<(), String> {
-        let Some(work) = self.works.get_mut(&number) else {
+        let work_opt = self.works.get_mut(&number);
+        let Some(work) = work_opt.filter(|work| work.lost_opt.is_none()) else {
             return Ok(());
         };
         if std::mem::replace(&mut work.is_reported, true) {

@@ -11,6 +11,8 @@ use super::random::Random;
 use crate::rank::core::tests::*;
 
 pub type Site = usize;
+/// A decode rank, and its own generation of the room that it was fed.
+pub type Fed = (Endpoint, Option<Generation>);
 
 /// Timeouts, shorter than in the field, in the same order.
 const TIMES: Timeouts = Timeouts {
@@ -61,8 +63,12 @@ pub enum Happening {
     Exit(Site, u32, (String, Endpoint, Life)),
     Land(u64),
     Report(u64, ComponentOutcome),
+    /// A component actor of a rank that has panicked says that its work is over.
+    Retired(Site, u32, ComponentReport),
     Answer(Site, u32, Room, Generation, usize),
     Outage,
+    /// A rank that drains ends.
+    Leave(Site, u32),
     Restart(Site),
 }
 
@@ -120,6 +126,10 @@ pub struct World {
     pub requests: Vec<RequestState>,
     pub works: BTreeMap<u64, Running>,
     pub outcomes: HashMap<(Site, Request), (RoomStatus, Duration)>,
+    /// Component actors that were retired: when their work is over, and whether that is proved.
+    pub retired: HashMap<(Site, u32, ComponentKey), (Duration, bool)>,
+    /// Whom a prefill rank fed that has succeeded, and their own generations of the room.
+    pub fed: HashMap<(Site, Request), Vec<Fed>>,
     pub bound: HashMap<(Site, u32, Room, Generation), Request>,
     pub lanes: HashMap<(Site, u32, Endpoint), Duration>,
     pub cuts: HashMap<(Site, Site), Duration>,
@@ -166,6 +176,8 @@ impl World {
             requests: Vec::new(),
             works: BTreeMap::new(),
             outcomes: HashMap::new(),
+            retired: HashMap::new(),
+            fed: HashMap::new(),
             bound: HashMap::new(),
             lanes: HashMap::new(),
             cuts: HashMap::new(),
@@ -342,6 +354,8 @@ impl World {
             | Happening::Deliver(site, life, ..)
             | Happening::Event(site, life, _)
             | Happening::Exit(site, life, _)
+            | Happening::Leave(site, life)
+            | Happening::Retired(site, life, _)
             | Happening::Answer(site, life, ..) => (*site, *life),
             Happening::Land(number) | Happening::Report(number, _) => {
                 let Some(work) = self.works.get(number) else {
@@ -377,10 +391,17 @@ impl World {
                 self.event(site, Event::Tick)?;
                 self.look_for_peers(site)?;
                 self.check_transfers(site)?;
+                self.check_lost_works(site)?;
                 self.wake(site);
                 Ok(())
             }
             Happening::Deliver(_, _, message, generation_opt) => {
+                let is_fatal = self.weather.has_outages
+                    && crate::control::announcer_of(&message).is_some()
+                    && self.random.percent(3);
+                if is_fatal {
+                    return self.panic_with(site, &message, generation_opt);
+                }
                 self.event(site, Event::Message(message, generation_opt))
             }
             Happening::Event(_, _, event) => self.event(site, event),
@@ -388,6 +409,12 @@ impl World {
                 self.answer(site, room, generation, engine)
             }
             Happening::Report(number, outcome) => self.report(number, outcome),
+            Happening::Leave(..) => {
+                let reason = "the engine ends".to_owned();
+                self.event(site, Event::Shutdown { reason })?;
+                self.kill(site)
+            }
+            Happening::Retired(_, _, report) => self.event(site, Event::Component(report)),
             Happening::Exit(_, _, (key, endpoint, life)) => self.exited(site, &key, endpoint, life),
             _ => Ok(()),
         }
@@ -452,6 +479,7 @@ impl World {
             }
             Effect::Work { key, work } => return self.begin(site, key, &work),
             Effect::Cancel { key } => self.cancel(site, &key),
+            Effect::Retire { key } => self.retire(site, &key),
             Effect::Stop { key } => {
                 self.places[site].links.remove(&key);
             }
@@ -548,7 +576,7 @@ impl World {
         let next = self.now + self.random.between(500, 6000);
         self.at(next, Happening::Outage);
         let site = self.random.below(self.places.len());
-        match self.random.below(4) {
+        match self.random.below(6) {
             0 | 1 if self.places[site].is_alive => self.kill(site)?,
             2 => {
                 let until = self.now + self.random.between(100, 9000);
@@ -556,6 +584,13 @@ impl World {
                 // Never sooner than before: what waits would be overtaken.
                 let place = &mut self.places[site];
                 place.stopped_until = place.stopped_until.max(until);
+            }
+            3 if self.places[site].is_alive => self.panic(site)?,
+            4 if self.places[site].is_alive && !self.places[site].core.is_draining() => {
+                let when = self.now + self.random.between(500, 6000);
+                self.at(when, Happening::Leave(site, self.places[site].life));
+                let reason = "the engine drains".to_owned();
+                self.event(site, Event::Drain { reason })?;
             }
             _ => {
                 let other = self.random.below(self.places.len());
@@ -566,6 +601,33 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// The rank's actor panics, and its successor goes on.
+    fn panic(&mut self, site: Site) -> Result<(), String> {
+        self.lose_works(site);
+        let reason = "the rank's actor panicked".to_owned();
+        self.event(site, Event::Restarted { reason }).map(|_| ())
+    }
+
+    /// A message that the actor does not survive; whoever read it hands on that it was lost, if its
+    /// sender would wait for an answer.
+    fn panic_with(
+        &mut self,
+        site: Site,
+        message: &ControlMessage,
+        generation_opt: Option<Generation>,
+    ) -> Result<(), String> {
+        self.panic(site)?;
+        let Some((room, endpoint)) = crate::control::announcer_of(message) else {
+            return Ok(());
+        };
+        let lost = Event::Lost {
+            room,
+            endpoint,
+            generation_opt,
+        };
+        self.event(site, lost).map(|_| ())
     }
 
     pub fn kill(&mut self, site: Site) -> Result<(), String> {
