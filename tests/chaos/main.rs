@@ -3,13 +3,11 @@
 //! cut, and is put right again.
 //!
 //! `ferry-chaos` (`make test-chaos`) kills and stops; `ferry-chaos --links` (`make test-links`)
-//! gives each process a network namespace and cuts links. `CHAOS_S` is how long it goes on,
-//! `FERRY_SEED` repeats a run's choices. It fails if a room hangs past its timeouts, if one that
-//! succeeded holds a wrong byte, if a request fails whose ranks took no harm, if the rate of
-//! requests is not back two seconds after a repair, or if a process that lives on grows. The tests
-//! of this program show of each of these that it is noticed.
+//! gives each process a network namespace and cuts links; `--help` lists the options. The tests of
+//! this program show of each thing that it looks for that it is noticed.
 
 mod deck;
+mod descriptors;
 mod engine;
 mod fleet;
 mod load;
@@ -21,6 +19,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use clap::Parser;
 use tests::process::children;
 use tests::random::Random;
 use tokio::runtime::Handle;
@@ -43,6 +42,53 @@ const RECOVERY: Duration = Duration::from_secs(2);
 const BACK: f64 = 0.75;
 const OWN_BACK: f64 = 0.5;
 const GOING_ON: f64 = 0.25;
+/// How long a connection to a host that vanished may last, and a little more: what a process uses
+/// more of is judged only when that has passed after the last strike.
+const SILENCE: Duration = Duration::from_secs(35);
+
+/// Shortest run with a strike in it, and the longest that anybody waits for.
+const SECONDS: std::ops::RangeInclusive<u64> = 20..=86_400;
+
+const EXIT_HELP: &str = "\
+It exits with 0 when nothing was wrong, 1 when a promise was broken (the logs of all processes are
+kept and their folder is named), 2 for options that make no sense, 130 when it was interrupted.
+With --links it needs network namespaces (root, or user namespaces). Where they are not permitted it
+says SKIPPED, also in the file that FERRY_SKIP_LOG names, and exits with 0.";
+
+/// Breaks real processes under load and looks at what becomes of every request.
+///
+/// A bootstrap server, four prefill and four decode ranks run in processes of their own; one of them
+/// is struck every five seconds and put right again. It is wrong if a room hangs past its timeouts,
+/// if one that succeeded holds a wrong byte, if a request fails whose ranks took no harm, if the
+/// rate of requests is not back two seconds after a repair, or if a process that lives on uses more
+/// memory, threads or descriptors than when it was warm.
+#[derive(Debug, Parser)]
+#[command(name = "ferry-chaos", version, after_help = EXIT_HELP)]
+struct Cli {
+    /// Gives each process a network namespace and cuts its link, over tcp, instead of killing and
+    /// stopping processes over shm, cma and tcp.
+    #[arg(long)]
+    links: bool,
+    /// How long the load goes on, in seconds, from 20 to 86400; a strike takes at least 6.
+    #[arg(long, value_name = "SECONDS", env = "CHAOS_S", default_value_t = 120, value_parser = parse_seconds)]
+    seconds: u64,
+    /// Repeats the choices of a run that printed this seed: who is struck, when and how.
+    #[arg(long, value_name = "NUMBER", env = "FERRY_SEED")]
+    seed: Option<u64>,
+}
+
+fn parse_seconds(text: &str) -> Result<u64, String> {
+    let seconds = text.parse().ok();
+    seconds
+        .filter(|seconds| SECONDS.contains(seconds))
+        .ok_or_else(|| {
+            format!(
+                "a number of seconds from {} to {} is expected, in --seconds or CHAOS_S",
+                SECONDS.start(),
+                SECONDS.end()
+            )
+        })
+}
 
 /// What a program that a signal has ended says to a shell.
 const INTERRUPTED: u8 = 130;
@@ -81,28 +127,32 @@ impl Interrupt {
 }
 
 fn main() -> ExitCode {
-    let uses_links = std::env::args()
-        .skip(1)
-        .any(|argument| argument == "--links");
-    if uses_links && std::env::var_os(network::INSIDE).is_none() {
+    let cli = Cli::parse();
+    if cli.links && std::env::var_os(network::INSIDE).is_none() {
         if let Err(reason) = Network::probe() {
             tests::process::skip("links are cut between network namespaces", &reason);
             return ExitCode::SUCCESS;
         }
         use std::os::unix::process::CommandExt;
         let program = std::env::current_exe().expect("this program has a path");
-        let error = network::inside_of_its_own(program).arg("--links").exec();
-        eprintln!("unshare: {error}");
+        let mut command = network::inside_of_its_own(program);
+        let error = command.args(std::env::args_os().skip(1)).exec();
+        eprintln!(
+            "error: the run cannot be started in namespaces of its own: unshare: {error}; install util-linux"
+        );
         return ExitCode::FAILURE;
     }
-    let seconds = std::env::var("CHAOS_S")
-        .ok()
-        .and_then(|text| text.parse().ok());
-    run(Duration::from_secs(seconds.unwrap_or(120)), uses_links)
+    let random = match cli.seed {
+        Some(seed) => {
+            println!("FERRY_SEED={seed}");
+            Random::from_seed(seed)
+        }
+        None => Random::new(),
+    };
+    run(Duration::from_secs(cli.seconds), cli.links, random)
 }
 
-fn run(duration: Duration, uses_links: bool) -> ExitCode {
-    let mut random = Random::new();
+fn run(duration: Duration, uses_links: bool, mut random: Random) -> ExitCode {
     let folder = tempfile::Builder::new()
         .prefix("ferry-chaos")
         .tempdir()
@@ -283,7 +333,44 @@ impl Run {
             judge(load, blow, usual, struck, repaired);
             calm_from = repaired + RECOVERY;
         }
+        self.settle();
         strikes
+    }
+
+    /// Waits, while the load goes on, until no process uses more than when it was warm, or all that
+    /// may be left of the strikes is over.
+    fn settle(&mut self) {
+        let until = Instant::now() + SILENCE;
+        let mut is_said = false;
+        while self
+            .interrupt
+            .pause_until(Instant::now() + Duration::from_secs(1))
+        {
+            let now = Instant::now();
+            for (name, pid) in self.fleet.pids() {
+                self.resources.look(&name, pid, now);
+            }
+            let (mut grown, _) = self.resources.grown();
+            let left_opt = self.resources.left_by_engines(&self.fleet.pids());
+            grown.extend(left_opt.clone());
+            if grown.is_empty() {
+                break;
+            }
+            if now >= until {
+                // What has grown is told when everything has ended.
+                if let Some(left) = left_opt {
+                    self.load.violation(left);
+                }
+                break;
+            }
+            if !is_said {
+                println!(
+                    "waiting for up to {SILENCE:?} for what the strikes left behind: {}",
+                    grown.join("; ")
+                );
+                is_said = true;
+            }
+        }
     }
 }
 
@@ -393,6 +480,29 @@ mod checks {
         };
         judge(&load, blow, 400.0, at(3.0), at(4.0));
         lock(&load.violations).clone()
+    }
+
+    #[test]
+    fn the_command_line_is_sound_and_refuses_what_it_does_not_know() {
+        <Cli as clap::CommandFactory>::command().debug_assert();
+        let parse = |arguments: &[&str]| {
+            let name = std::iter::once("ferry-chaos");
+            Cli::try_parse_from(name.chain(arguments.iter().copied()))
+        };
+        let cli = parse(&["--links", "--seconds", "60", "--seed", "7"]).expect("it is sound");
+        assert_eq!((cli.links, cli.seconds, cli.seed), (true, 60, Some(7)));
+        for bad in [
+            &["--seconds", "soon"][..],
+            &["--seconds", "19"],
+            &["--seconds", "-60"],
+            &["--seconds", "86401"],
+            &["--seed", "x"],
+            &["--link"],
+            &["links"],
+        ] {
+            let error = parse(bad).expect_err("it is refused");
+            assert_eq!(error.exit_code(), 2, "{bad:?}: {error}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use crate::descriptors::{self, Kinds};
 use crate::load::Done;
 
 /// A process's use of what must not grow.
@@ -24,10 +25,11 @@ const SLACK: Usage = Usage {
     pools: 2,
 };
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Sample {
     at: Instant,
     usage: Usage,
+    descriptors: Kinds,
 }
 
 /// Samples of every process, by name and pid.
@@ -36,6 +38,8 @@ pub struct Resources(BTreeMap<(String, u32), Vec<Sample>>);
 
 /// How long a process runs before what it uses counts as its measure.
 const WARM: Duration = Duration::from_secs(8);
+
+const DESCRIPTORS: &str = "descriptors";
 
 impl Resources {
     /// Looks at a process; one that has gone is not noted.
@@ -51,13 +55,20 @@ impl Resources {
                 .lines()
                 .find_map(|line| line.strip_prefix("RssAnon:"))?;
             let maps = text("maps")?;
+            let descriptors = descriptors::of(pid)?;
             let usage = Usage {
                 anonymous_kib: line.split_whitespace().next()?.parse().ok()?,
                 threads: folder("task")?,
-                descriptors: folder("fd")?,
+                // How many connections its engine keeps to it is its engine's doing.
+                descriptors: descriptors.values().sum::<usize>()
+                    - descriptors::api_connections(&descriptors),
                 pools: maps.lines().filter(|line| line.contains("memfd:")).count(),
             };
-            Some(Sample { at, usage })
+            Some(Sample {
+                at,
+                usage,
+                descriptors,
+            })
         };
         if let Some(sample) = sample() {
             self.0
@@ -79,7 +90,7 @@ impl Resources {
                 .iter()
                 .filter(|sample| sample.at - first.at >= WARM)
                 .collect();
-            let [one, two, .., before, last] = warm[..] else {
+            let &[one, two, .., before, last] = &warm[..] else {
                 continue;
             };
             judged += 1;
@@ -87,20 +98,36 @@ impl Resources {
             let parts: [(&str, Part); 4] = [
                 ("KiB of memory", |of| of.anonymous_kib),
                 ("threads", |of| of.threads),
-                ("descriptors", |of| of.descriptors),
+                (DESCRIPTORS, |of| of.descriptors),
                 ("mapped pools", |of| of.pools),
             ];
             for (what, part) in parts {
                 let of = |sample: &Sample| part(&sample.usage);
                 let (then, now) = (of(one).max(of(two)), of(before).min(of(last)));
                 if now > then + part(&SLACK) {
-                    grown.push(format!(
-                        "{name} ({pid}): {then} {what} when warm, {now} at its end"
-                    ));
+                    let mut told =
+                        format!("{name} ({pid}): {then} {what} when warm, {now} at its end");
+                    let more = descriptors::more(&two.descriptors, &last.descriptors);
+                    if what == DESCRIPTORS && !more.is_empty() {
+                        told = format!("{told} ({more})");
+                    }
+                    grown.push(told);
                 }
             }
         }
         (grown, judged)
+    }
+
+    /// Connections to services that run which no engine has any more, with what a closing one takes.
+    pub fn left_by_engines(&self, pids: &[(String, u32)]) -> Option<String> {
+        let last = pids.iter().filter_map(|of| self.0.get(of)?.last());
+        let served: usize = last
+            .map(|sample| descriptors::api_connections(&sample.descriptors))
+            .sum();
+        let held = descriptors::held_by_the_load();
+        (served > held + pids.len() + SLACK.descriptors).then(|| {
+            format!("services have {served} connections to their API, and the load holds {held}")
+        })
     }
 }
 
@@ -188,7 +215,9 @@ mod checks {
             .collect();
         let told = grown(&script);
         assert!(
-            told.len() == 1 && told[0].contains("descriptors when warm"),
+            told.len() == 1
+                && told[0].contains("descriptors when warm")
+                && told[0].contains("(file /dev/null: "),
             "{told:?}"
         );
         let told = grown("kept=$(head -c 40000000 /dev/zero | tr '\\0' a)");
@@ -196,6 +225,31 @@ mod checks {
             told.len() == 1 && told[0].contains("KiB of memory"),
             "{told:?}"
         );
+    }
+
+    #[test]
+    fn connections_of_engines_are_not_growth_unless_no_engine_has_them() {
+        let begun = Instant::now();
+        let of = ("decode 1".to_owned(), 77);
+        let left = |connections: usize| {
+            let usage = Usage {
+                anonymous_kib: 9000,
+                threads: 10,
+                descriptors: 40,
+                pools: 8,
+            };
+            let kind = "unix /tmp/x/api.sock".to_owned();
+            let sample = Sample {
+                at: begun,
+                usage,
+                descriptors: Kinds::from([(kind, connections)]),
+            };
+            Resources(BTreeMap::from([(of.clone(), vec![sample])]))
+                .left_by_engines(std::slice::from_ref(&of))
+        };
+        assert_eq!(left(3), None);
+        let told = left(500).unwrap_or_default();
+        assert!(told.starts_with("services have 500 connections"), "{told}");
     }
 
     #[test]
@@ -209,6 +263,7 @@ mod checks {
                 descriptors: 40,
                 pools: 8 + more,
             },
+            descriptors: Kinds::new(),
         };
         let told = |more: usize| {
             let samples = (0..40).map(|second| sample(second, if second < 20 { 0 } else { more }));

@@ -182,10 +182,16 @@ impl ServeConfig {
     /// How peers are sent to.
     pub fn push_options(&self) -> PushOptions {
         let send_timeout = Duration::from_secs(self.send_timeout);
+        let defaults = PushOptions::default();
+        // A connection outlives its host for as long as heartbeats take to find a rank gone. No
+        // shorter than usual: what is on its way over a link that is down for a moment would be lost.
+        let heartbeats = self.heartbeat_interval * f64::from(self.heartbeat_misses);
+        let heartbeats = Duration::try_from_secs_f64(heartbeats).unwrap_or(Duration::MAX);
         PushOptions {
             send_timeout,
             connect_timeout: send_timeout,
-            ..PushOptions::default()
+            silence_timeout: defaults.silence_timeout.max(heartbeats),
+            ..defaults
         }
     }
 }

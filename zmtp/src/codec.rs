@@ -32,6 +32,8 @@ pub struct Limits {
     pub handshake_timeout: Duration,
     /// Time for a peer to finish a message that it has begun.
     pub message_timeout: Duration,
+    /// A peer whose host acknowledges nothing for so long is gone.
+    pub silence_timeout: Duration,
     /// Messages that were received and not taken yet.
     pub queued_messages: usize,
 }
@@ -44,6 +46,7 @@ impl Default for Limits {
             max_frames: 4096,
             handshake_timeout: Duration::from_secs(10),
             message_timeout: Duration::from_secs(60),
+            silence_timeout: Duration::from_secs(10),
             queued_messages: 1024,
         }
     }

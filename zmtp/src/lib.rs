@@ -11,6 +11,7 @@
 //!   read;
 //! * a peer that breaks the protocol ends its own connection and nobody else's;
 //! * a send ends within its time, with an error if the message may not have left whole;
+//! * a connection whose host acknowledges nothing any more ends within its time, on both sides;
 //! * messages to one peer keep their order, and none is sent half or twice.
 
 #![forbid(unsafe_code)]
@@ -18,6 +19,7 @@
 mod codec;
 mod pull;
 mod push;
+mod silence;
 
 pub use codec::{CodecError, Limits};
 pub use pull::{PullSocket, PullStats, Received};

@@ -16,6 +16,7 @@ use tokio::time::timeout;
 use crate::codec::{
     self, CodecError, Command, GREETING_BYTES, Limits, MessageBuilder, check_greeting,
 };
+use crate::silence::end_when_silent;
 
 const BACKLOG: u32 = 1024;
 /// Connections at once; each needs a descriptor.
@@ -209,6 +210,7 @@ struct Connection {
 impl Connection {
     async fn open(stream: TcpStream, peer: SocketAddr, limits: Limits) -> Result<Self, End> {
         stream.set_nodelay(true)?;
+        end_when_silent(&stream, limits.silence_timeout)?;
         let stream = BufReader::with_capacity(READ_BUFFER_BYTES, stream);
         let mut connection = Self {
             stream,
@@ -253,7 +255,7 @@ impl Connection {
 
     async fn run(&mut self, messages: &mpsc::Sender<Received>) -> Result<(), End> {
         loop {
-            // Between messages a peer may be silent for as long as it likes.
+            // Between messages a peer may be silent for as long as it likes; its host may not.
             let flags = self.stream.read_u8().await?;
             let message = timeout(self.limits.message_timeout, self.read_message(flags))
                 .await

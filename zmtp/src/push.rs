@@ -11,6 +11,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::codec::{self, CodecError, Command, GREETING_BYTES, check_greeting};
+use crate::silence::end_when_silent;
 
 /// How a [`PushPeer`] behaves.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +26,8 @@ pub struct PushOptions {
     pub outbox_bytes: usize,
     /// A connection that carried nothing for this long is closed; the next message opens one.
     pub idle_timeout: Duration,
+    /// A connection whose other host acknowledges nothing for so long has ended.
+    pub silence_timeout: Duration,
 }
 
 impl Default for PushOptions {
@@ -35,6 +38,7 @@ impl Default for PushOptions {
             outbox_messages: 4096,
             outbox_bytes: 64 << 20,
             idle_timeout: Duration::from_secs(600),
+            silence_timeout: Duration::from_secs(10),
         }
     }
 }
@@ -281,7 +285,7 @@ impl Worker {
                 let limit = outgoing
                     .deadline
                     .min(Instant::now() + self.options.connect_timeout);
-                let opened = timeout_at(limit, connect(&self.endpoint)).await;
+                let opened = timeout_at(limit, connect(&self.endpoint, self.options.silence_timeout)).await;
                 let opened = opened.unwrap_or_else(|_| Err("timed out".to_owned()));
                 let opened = opened.map_err(|reason| SendError::Connect {
                     endpoint: endpoint(),
@@ -303,11 +307,12 @@ impl Worker {
 }
 
 /// Connects and shakes hands.
-async fn connect(endpoint: &str) -> Result<TcpStream, String> {
+async fn connect(endpoint: &str, silence_timeout: Duration) -> Result<TcpStream, String> {
     let text = |error: io::Error| error.to_string();
     let protocol = |error: CodecError| error.to_string();
     let mut stream = TcpStream::connect(endpoint).await.map_err(text)?;
     stream.set_nodelay(true).map_err(text)?;
+    end_when_silent(&stream, silence_timeout).map_err(text)?;
     stream.write_all(&codec::greeting()).await.map_err(text)?;
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting).await.map_err(text)?;

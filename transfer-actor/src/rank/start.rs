@@ -166,7 +166,11 @@ fn bring_up(
     buffers: Arc<RankBuffers>,
     metrics: Arc<TransferMetrics>,
 ) -> Result<Started, ApiError> {
-    let (bind, limits) = (config.control_bind, FrameLimits::default());
+    let limits = FrameLimits {
+        silence_timeout: config.push.silence_timeout,
+        ..FrameLimits::default()
+    };
+    let bind = config.control_bind;
     let ports = config.control_ports_opt.clone().unwrap_or(0..=0);
     let socket = PullSocket::bind_range(bind, ports.clone(), limits).map_err(|error| {
         let message = match &config.control_ports_opt {

@@ -12,6 +12,8 @@ use serde::de::DeserializeOwned;
 use serde::ser::Serialize;
 
 use crate::error::{TransportError, TransportErrorKind};
+use crate::transport::tcp::notice_dead_hosts;
+use crate::transport::tcp::server::STALL_TIMEOUT;
 
 /// Where a peer answers.
 #[derive(Clone, Debug)]
@@ -101,6 +103,7 @@ impl ControlClient {
             match TcpStream::connect_timeout(&address, self.peer.timeout) {
                 Ok(stream) => {
                     stream.set_nodelay(true)?;
+                    notice_dead_hosts(&stream, STALL_TIMEOUT)?;
                     stream.set_read_timeout(Some(self.peer.timeout))?;
                     stream.set_write_timeout(Some(self.peer.timeout))?;
                     return Ok(stream);

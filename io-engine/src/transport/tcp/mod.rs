@@ -29,10 +29,10 @@ use crate::transport::tcp::wire::WELCOME_BYTES;
 use crate::transport::{Transport, TransportKind};
 
 /// A silent connection is probed after this time.
-const PROBE_AFTER_IDLE: Duration = Duration::from_secs(30);
+const PROBE_AFTER_IDLE: Duration = Duration::from_secs(5);
 /// Time between two probes that got no answer.
-const PROBE_INTERVAL: Duration = Duration::from_secs(10);
-/// So many probes without an answer end the connection.
+const PROBE_INTERVAL: Duration = Duration::from_secs(2);
+/// Where the kernel takes no limit in time, so many probes without an answer end a connection.
 const PROBES_UNTIL_DEAD: u32 = 3;
 
 /// How a session connects.
@@ -97,7 +97,7 @@ fn connect_any(
 fn connect_one(address: &SocketAddr, hello: &[u8], options: &TcpOptions) -> io::Result<TcpStream> {
     let mut stream = TcpStream::connect_timeout(address, options.connect_timeout)?;
     stream.set_nodelay(true)?;
-    notice_dead_hosts(&stream)?;
+    notice_dead_hosts(&stream, options.stall_timeout)?;
     stream.set_read_timeout(Some(options.connect_timeout))?;
     stream.set_write_timeout(Some(options.stall_timeout))?;
     io::Write::write_all(&mut stream, hello)?;
@@ -108,13 +108,16 @@ fn connect_one(address: &SocketAddr, hello: &[u8], options: &TcpOptions) -> io::
     Ok(stream)
 }
 
-/// Lets the kernel probe an idle connection, so that a host which vanished without a word is
-/// noticed although nothing is sent.
-fn notice_dead_hosts(stream: &TcpStream) -> io::Result<()> {
+/// Lets the kernel end a connection whose host has acknowledged nothing for so long, whether
+/// something was sent to it or not: a host may vanish without a word.
+pub(crate) fn notice_dead_hosts(stream: &TcpStream, stall_timeout: Duration) -> io::Result<()> {
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, PROBE_AFTER_IDLE)?;
     sockopt::set_tcp_keepintvl(stream, PROBE_INTERVAL)?;
     sockopt::set_tcp_keepcnt(stream, PROBES_UNTIL_DEAD)?;
+    // The kernel keeps it in an `int`.
+    let milliseconds = i32::try_from(stall_timeout.as_millis()).unwrap_or(i32::MAX);
+    sockopt::set_tcp_user_timeout(stream, milliseconds.unsigned_abs())?;
     Ok(())
 }
 

@@ -32,7 +32,7 @@ use crate::transport::tcp::wire::{
 /// Connections of one engine at most; a peer needs a few.
 const MAX_CONNECTIONS: usize = 4096;
 /// A peer that has begun a hello or a piece must go on within this time.
-const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// The payload of a piece must be complete within this time: its regions cannot be deregistered
 /// before, and a peer that trickles would hold them.
@@ -82,7 +82,7 @@ pub(crate) fn serve(listener: &TcpListener, engine: &Weak<EngineInner>) {
 
 fn serve_connection(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    notice_dead_hosts(stream)?;
+    notice_dead_hosts(stream, STALL_TIMEOUT)?;
     stream.set_read_timeout(Some(HELLO_TIMEOUT))?;
     stream.set_write_timeout(Some(STALL_TIMEOUT))?;
     #[cfg(feature = "rdma")]
