@@ -155,6 +155,7 @@ fn messages() -> Vec<ControlMessage> {
             state_indices: vec![vec![5]],
             required_dst_info_num: 1,
             decode_prefix_len: Some(0),
+            grant_opt: None,
         }),
         ControlMessage::Status(Status {
             room,

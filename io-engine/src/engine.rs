@@ -18,6 +18,7 @@ use common::wire::EngineDesc;
 use crate::error::{TransportError, TransportErrorKind};
 use crate::fault::{FaultSpec, Faulty};
 use crate::foreign::AnyMemory;
+use crate::grant::{Grant, Grants};
 use crate::offer::{DeviceOffer, Offer};
 use crate::process::EngineProcess;
 use crate::rdma_options::{RailReport, RdmaOptions};
@@ -112,6 +113,7 @@ pub(crate) struct EngineInner {
     tcp_address: SocketAddr,
     unix_name: String,
     regions: RwLock<HashMap<u32, Region>>,
+    grants: Arc<Grants>,
     next_region: AtomicU32,
     copies: Arc<CopyQueue>,
     timer: Arc<Timer>,
@@ -223,6 +225,7 @@ impl Engine {
             tcp_address,
             unix_name,
             regions: RwLock::default(),
+            grants: Arc::default(),
             next_region: AtomicU32::new(0),
             copies: Arc::default(),
             timer: Arc::default(),
@@ -350,6 +353,14 @@ impl Engine {
             .unwrap_or_else(PoisonError::into_inner);
         regions.insert(id, region.clone());
         Ok(region)
+    }
+
+    /// Makes a permission to write that can be taken back, for one peer.
+    ///
+    /// # Errors
+    /// When the system has no random bytes.
+    pub fn grant(&self) -> Result<Grant, TransportError> {
+        Ok(self.inner().grants.make(random()?))
     }
 
     /// Forgets a region: no write into it is let in any more, and those inside are waited for.
@@ -522,6 +533,10 @@ impl EngineInner {
             .unwrap_or_else(PoisonError::into_inner)
             .get(&id)
             .cloned()
+    }
+
+    pub(crate) fn grants(&self) -> &Grants {
+        &self.grants
     }
 
     pub(crate) fn regions(&self) -> Vec<Region> {

@@ -68,6 +68,7 @@ pub struct TransportError {
     kind: TransportErrorKind,
     message: String,
     quiesced: bool,
+    source_free: bool,
 }
 
 impl TransportError {
@@ -78,6 +79,7 @@ impl TransportError {
             kind,
             message: message.into(),
             quiesced: true,
+            source_free: true,
         }
     }
 
@@ -87,6 +89,7 @@ impl TransportError {
             kind,
             message: message.into(),
             quiesced: false,
+            source_free: false,
         }
     }
 
@@ -113,15 +116,29 @@ impl TransportError {
         Self::quiesced(TransportErrorKind::Closed, "the session is closed")
     }
 
-    /// The same failure, without the proof that writes have stopped.
+    /// The same failure, without any proof.
     pub(crate) fn without_proof(mut self) -> Self {
-        self.quiesced = false;
+        (self.quiesced, self.source_free) = (false, false);
+        self
+    }
+
+    /// The same failure, of a batch whose bytes have left their source or never will, though they
+    /// may still land.
+    pub(crate) fn with_free_source(mut self) -> Self {
+        self.source_free = true;
+        self
+    }
+
+    /// The same failure, with what both prove.
+    pub(crate) fn proving_no_more_than(mut self, other: &Self) -> Self {
+        self.quiesced &= other.quiesced;
+        self.source_free &= other.source_free;
         self
     }
 
     /// The same failure, of a batch of which nothing is under way.
     pub(crate) fn with_proof(mut self) -> Self {
-        self.quiesced = true;
+        (self.quiesced, self.source_free) = (true, true);
         self
     }
 
@@ -146,5 +163,11 @@ impl TransportError {
     /// destination be used for something else.
     pub const fn is_quiesced(&self) -> bool {
         self.quiesced
+    }
+
+    /// Whether it is proved that no byte of the batch's source will be read any more. Only then may the
+    /// source be used for something else.
+    pub const fn is_source_free(&self) -> bool {
+        self.source_free
     }
 }

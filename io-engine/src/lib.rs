@@ -15,6 +15,7 @@
 //!   ([`TransportError::is_quiesced`]);
 //! * a batch in flight owns the memory it reads and, in the same process, the memory it writes;
 //!   a mapping that a peer was told of stays mapped until that peer has let go of it or is gone;
+//! * after a [`Grant`] was taken back and [`Grant::is_over`], nothing comes in under it any more;
 //! * after [`Engine::deregister`] has said true, nobody writes into the region any more;
 //! * a session that has failed, or was closed, stays so; threads and descriptors end with the last
 //!   handles;
@@ -31,6 +32,7 @@ mod engine;
 mod error;
 mod fault;
 mod foreign;
+mod grant;
 mod memory;
 #[cfg(all(test, ferry_loom))]
 mod models;
@@ -58,8 +60,10 @@ pub use engine::{Engine, EngineConfig};
 pub use error::{TransportError, TransportErrorKind};
 pub use fault::{FaultKind, FaultSpec};
 pub use foreign::{AnyMemory, ForeignMemory};
+pub use grant::{GRANT_BYTES, Grant};
 pub use memory::Memory;
 pub use nic_map::NicMap;
+pub use offer::is_reached_by_tcp_only;
 pub use process::EngineProcess;
 pub use rdma_options::{DeviceChoice, RailReport, RdmaOptions, rdma_devices};
 pub use reach::{PeerSessions, Reach};

@@ -89,6 +89,27 @@ impl Offer {
     }
 }
 
+/// Whether all that a peer may write to this engine comes by `tcp` and so through its own hands: both
+/// offer it, and nothing else that both offer reaches from one to the other. Between different boots
+/// of a kernel, which are different hosts, no memory is shared.
+pub fn is_reached_by_tcp_only(own: &EngineDesc, peer: &EngineDesc) -> bool {
+    let (Ok(Some(own_offer)), Ok(Some(peer_offer))) = (Offer::of(own), Offer::of(peer)) else {
+        return false;
+    };
+    let is_elsewhere =
+        !own.node_id.is_empty() && !peer.node_id.is_empty() && own.node_id != peer.node_id;
+    let has_way = |kind: TransportKind| {
+        let is_of_one_host = matches!(
+            kind,
+            TransportKind::Local | TransportKind::Shm | TransportKind::Cma
+        );
+        own_offer.has(kind) && peer_offer.has(kind) && !(is_of_one_host && is_elsewhere)
+    };
+    let others = TransportKind::ALL.into_iter();
+    let mut others = others.filter(|kind| *kind != TransportKind::Tcp);
+    has_way(TransportKind::Tcp) && !others.any(has_way)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,6 +11,7 @@ use subtle::ConstantTimeEq;
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::foreign::{AnyMemory, CALLERS_OWN, Place};
+use crate::grant::GRANT_BYTES;
 use crate::sync::{Condvar, Mutex};
 
 /// First element of the tags that a Ferry engine appends to descriptors.
@@ -83,6 +84,16 @@ impl RegionKey {
     /// Compares in constant time.
     pub(crate) fn matches(&self, other: &Self) -> bool {
         self.0.ct_eq(&other.0).into()
+    }
+
+    /// Mixed with another key; doing so twice gives this one again.
+    pub(crate) fn mixed(&self, other: &[u8; 16]) -> Self {
+        let mut mixed = self.0;
+        mixed
+            .iter_mut()
+            .zip(other)
+            .for_each(|(own, other)| *own ^= other);
+        Self(mixed)
     }
 }
 
@@ -372,6 +383,8 @@ pub struct RemoteRegion {
     pub(crate) unshared_opt: Option<Cow<'static, str>>,
     /// Why its owner's network devices do not reach it, as that says.
     pub(crate) unreachable_opt: Option<Cow<'static, str>>,
+    /// The key of a grant, under which `tcp` writes to it.
+    pub(crate) grant_opt: Option<[u8; GRANT_BYTES]>,
 }
 
 /// What a descriptor's tag says of where memory is.
@@ -461,7 +474,21 @@ impl RemoteRegion {
             location,
             unshared_opt: place.unshared(),
             unreachable_opt: place.unreachable(),
+            grant_opt: None,
         })
+    }
+
+    /// The same, to be written to under a grant of the owner's where bytes pass its hands (`tcp`).
+    #[must_use]
+    pub fn under_grant(mut self, key: [u8; GRANT_BYTES]) -> Self {
+        self.grant_opt = Some(key);
+        self
+    }
+
+    /// What the owner is shown over `tcp`.
+    pub(crate) fn shown_key(&self) -> Option<RegionKey> {
+        let key = self.key_opt?;
+        Some(self.grant_opt.map_or(key, |grant| key.mixed(&grant)))
     }
 
     /// Whether it is a device's memory; what engines of other makes call that may be anything.

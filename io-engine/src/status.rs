@@ -139,11 +139,8 @@ impl Status {
         self.is_stopping.store(true, Ordering::Release);
         inner.exhausted = true;
         match &inner.failure {
-            // The first cause is kept, but a later failure can take the proof away.
-            Some(first) if !error.is_quiesced() && first.is_quiesced() => {
-                inner.failure = inner.failure.take().map(TransportError::without_proof);
-            }
-            Some(_) => {}
+            // The first cause is kept, but a later failure can take its proof away.
+            Some(first) => inner.failure = Some(first.clone().proving_no_more_than(&error)),
             None => inner.failure = Some(error),
         }
     }

@@ -113,7 +113,6 @@ struct Strikes {
 pub struct Engine {
     pub name: String,
     pub client: RankClient,
-    pub death_is_provable: bool,
     pool: File,
     free: Mutex<Free>,
     strikes: Mutex<Strikes>,
@@ -124,14 +123,12 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Attaches a rank with a fresh pool; a prefill with where its engine registers. Whether its
-    /// peers can prove its death: not when it offers only tcp.
+    /// Attaches a rank with a fresh pool; a prefill with where its engine registers.
     pub async fn attach(
         service: &TransferService,
         role: &str,
         index: usize,
         bootstrap_opt: Option<&String>,
-        death_is_provable: bool,
     ) -> Result<Self, ClientError> {
         let tensor = |offset: usize, count: usize, item: usize| json!({ "pool": 0, "offset": offset, "bytes": count * item, "item_len": item });
         let kv = (0..KV_TENSORS).map(|index| tensor(index * PAGES * ITEM, PAGES, ITEM));
@@ -165,7 +162,6 @@ impl Engine {
         Ok(Self {
             name: format!("{role} {index}"),
             client,
-            death_is_provable,
             pool,
             free: Mutex::new(Free {
                 pages: (0..PAGES as i32).collect(),

@@ -189,9 +189,8 @@ impl Fleet {
         } else {
             ("decode", rank - RANKS)
         };
-        let death_is_provable = rank >= RANKS || self.transport_of(rank) != "tcp";
         let bootstrap = load.bootstraps.get(rank);
-        Engine::attach(service, role, index, bootstrap, death_is_provable).await
+        Engine::attach(service, role, index, bootstrap).await
     }
 
     /// Attaches a rank's engine and gives it to the load.

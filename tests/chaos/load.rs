@@ -24,8 +24,7 @@ pub const LIMIT: Duration = Duration::from_secs(3 * TIMEOUT_S + 5);
 const AFTERMATH: Duration = Duration::from_secs(2);
 /// How long after a room's end, and after what was done to its ranks is over, its places are safe.
 const SAFE_WITHIN: Duration = Duration::from_secs(3);
-/// How long places without a proof are kept before they count as lost to their pool. A prefill's
-/// death cannot be proved over tcp alone; only then this is not a violation.
+/// How long places without a proof are kept before they count as lost to their pool.
 const QUARANTINE: Duration = Duration::from_secs(30);
 /// Requests at a time.
 const WORKERS: usize = 32;
@@ -364,11 +363,7 @@ impl Request {
     }
 
     /// Whether a rank should have said by now that the places of its room are safe, which ended then.
-    fn is_overdue(&self, engine: &Engine, ended: Instant) -> bool {
-        let is_prefill = std::ptr::eq(engine, &raw const *self.prefill);
-        if !is_prefill && self.prefill.is_gone() && !self.prefill.death_is_provable {
-            return false;
-        }
+    fn is_overdue(&self, ended: Instant) -> bool {
         let settled = [&self.prefill, &self.decode].map(|engine| engine.settled(ended));
         match settled {
             [Some(one), Some(two)] => ended.max(one).max(two).elapsed() > SAFE_WITHIN,
@@ -391,7 +386,7 @@ impl Request {
                 Err(_) => {}
             }
             if !is_safe {
-                if !is_told && self.is_overdue(engine, begun) {
+                if !is_told && self.is_overdue(begun) {
                     self.wrong(&format!(
                         "{}: its places are not safe {SAFE_WITHIN:?} after all was over",
                         engine.name

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use actix::prelude::*;
 use common::ids::ComponentId;
 use common::plan::{ComponentPlan, KvChunk, PlanError};
+use common::wire::Grant;
 use futures::FutureExt;
 use futures::future::{BoxFuture, OptionFuture, Shared};
 use io_engine::{
@@ -26,10 +27,17 @@ pub(crate) type SharedSession = Shared<BoxFuture<'static, Result<Session, Transp
 /// The label of a transfer for which no transport was chosen.
 const NO_TRANSPORT: &str = "none";
 
+/// Whom a component is sent to.
+pub(crate) struct Destination {
+    pub link: Arc<PeerLink>,
+    /// Under what, where bytes pass the decode's own hands.
+    pub grant_opt: Option<Grant>,
+}
+
 /// The actor. One piece of work after another is submitted as it comes; they may overlap.
 pub(crate) struct ComponentActor {
     key: ComponentKey,
-    link: Arc<PeerLink>,
+    to: Destination,
     buffers: Arc<RankBuffers>,
     session: SharedSession,
     rank: RankAddress,
@@ -46,14 +54,14 @@ pub(crate) struct ComponentActor {
 impl ComponentActor {
     pub(crate) fn new(
         key: ComponentKey,
-        link: Arc<PeerLink>,
+        to: Destination,
         buffers: Arc<RankBuffers>,
         session: SharedSession,
         rank: RankAddress,
     ) -> Self {
         Self {
             key,
-            link,
+            to,
             buffers,
             session,
             rank,
@@ -116,16 +124,17 @@ impl ComponentActor {
                 TransportError::quiesced(TransportErrorKind::Cancelled, "the room has failed");
             return Err(failed(transport, &error));
         }
-        let planned = plan(&self.link, self.key.component, work).map_err(|error| {
+        let planned = plan(&self.to.link, self.key.component, work).map_err(|error| {
             ComponentOutcome::Failed {
                 kind: error.kind(),
                 reason: error.to_string(),
                 is_quiesced: true,
+                is_source_free: true,
                 transport,
             }
         })?;
-        let batch = batch(&self.buffers, &self.link, &planned)
-            .map_err(|error| failed(transport, &error))?;
+        let batch =
+            batch(&self.buffers, &self.to, &planned).map_err(|error| failed(transport, &error))?;
         let handle = session.write(batch);
         Ok((session, planned, handle))
     }
@@ -136,6 +145,7 @@ fn failed(transport: &'static str, error: &TransportError) -> ComponentOutcome {
         kind: error.kind().name(),
         reason: error.to_string(),
         is_quiesced: error.is_quiesced(),
+        is_source_free: error.is_source_free(),
         transport,
     }
 }
@@ -192,7 +202,7 @@ pub(crate) fn reach(buffers: &RankBuffers, link: &PeerLink, component: Component
 /// Joins planned tensors with registered regions. O(pairs); runs are shared.
 fn batch(
     buffers: &RankBuffers,
-    link: &PeerLink,
+    Destination { link, grant_opt }: &Destination,
     plan: &ComponentPlan,
 ) -> Result<WriteBatch, TransportError> {
     let missing = |side: &str, tensor: usize| {
@@ -219,11 +229,16 @@ fn batch(
     };
     let pairs = plan.pairs().map(|pair| {
         let remote = remote(pair.dst).ok_or_else(|| missing("decode", pair.dst))?;
+        let remote = RemoteRegion::from_desc(remote)?;
+        let remote = match grant_opt.as_ref().and_then(|grant| grant.key) {
+            Some(key) => remote.under_grant(key),
+            None => remote,
+        };
         Ok(WritePair {
             local: local(pair.src)
                 .ok_or_else(|| missing("prefill", pair.src))?
                 .clone(),
-            remote: RemoteRegion::from_desc(remote)?,
+            remote,
             runs: pair.runs.clone(),
         })
     });

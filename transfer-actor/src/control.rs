@@ -55,8 +55,14 @@ async fn receive(socket: &mut PullSocket, rank: &RankAddress) {
         // Waiting for the mailbox is what holds the peers back when the rank is busy.
         let delivered = match decode_message(&received.frames) {
             Ok(incoming) => {
-                let (message, ignored_frames) = (incoming.message, incoming.ignored_frames);
-                let generation_opt = incoming.trailer.and_then(|trailer| trailer.generation);
+                let (mut message, ignored_frames) = (incoming.message, incoming.ignored_frames);
+                let mut trailer_opt = incoming.trailer;
+                if let (ControlMessage::TransferInfo(info), Some(trailer)) =
+                    (&mut message, &mut trailer_opt)
+                {
+                    info.grant_opt = trailer.grant.take();
+                }
+                let generation_opt = trailer_opt.and_then(|trailer| trailer.generation);
                 let generation_opt = generation_opt.map(Generation);
                 let announcer_opt = announcer_of(&message);
                 let delivered = address.send(Inbound {

@@ -285,7 +285,8 @@ impl Worker {
                 let limit = outgoing
                     .deadline
                     .min(Instant::now() + self.options.connect_timeout);
-                let opened = timeout_at(limit, connect(&self.endpoint, self.options.silence_timeout)).await;
+                let opened =
+                    timeout_at(limit, connect(&self.endpoint, self.options.silence_timeout)).await;
                 let opened = opened.unwrap_or_else(|_| Err("timed out".to_owned()));
                 let opened = opened.map_err(|reason| SendError::Connect {
                     endpoint: endpoint(),

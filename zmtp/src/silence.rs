@@ -21,7 +21,10 @@ pub(crate) fn end_when_silent(stream: impl AsFd, timeout: Duration) -> io::Resul
     sockopt::set_tcp_keepcnt(&stream, PROBES_UNTIL_DEAD)?;
     // The kernel keeps it in an `int`.
     let milliseconds = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
-    Ok(sockopt::set_tcp_user_timeout(&stream, milliseconds.unsigned_abs())?)
+    Ok(sockopt::set_tcp_user_timeout(
+        &stream,
+        milliseconds.unsigned_abs(),
+    )?)
 }
 
 #[cfg(test)]

@@ -85,7 +85,7 @@ pub struct Hello {
 }
 
 /// The extra trailing frame between two Ferry ranks: `FRY1`, then msgpack
-/// `[generation or nil, [checksum, ...]]`.
+/// `[generation or nil, [checksum, ...], grant or nil]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FerryTrailer {
     /// The sender's generation of the room.
@@ -93,6 +93,9 @@ pub struct FerryTrailer {
     /// One checksum for each component, in the order of the registration; may be empty.
     #[serde(default)]
     pub checksums: Vec<u64>,
+    /// Beside a TRANSFER_INFO: whom it is for, and under what to write.
+    #[serde(default)]
+    pub grant: Option<super::Grant>,
 }
 
 /// A decoded message with what stood beside it.

@@ -28,4 +28,4 @@ pub use message::{
 pub use register::Register;
 pub use release::{Release, ReleaseForm};
 pub use status::{KvPoll, Status};
-pub use transfer_info::TransferInfo;
+pub use transfer_info::{Grant, TransferInfo};

@@ -1,10 +1,24 @@
 //! `TRANSFER_INFO`: where the state of one room must land.
 
+use serde::{Deserialize, Serialize};
+
 use crate::ids::{Endpoint, Room};
 use crate::wire::Release;
 use crate::wire::error::WireError;
 use crate::wire::frame::{self, Frame};
 use crate::wire::int_lists;
+
+/// Whom a TRANSFER_INFO is for, and perhaps permission to write, in its trailer between Ferry ranks.
+/// What a process's exit proves, or a permission that was taken back, is not true of another process
+/// that has taken its place, so that must not take its announcements.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Grant {
+    /// Key of the io engine that it is for.
+    pub engine: String,
+    /// What the decode's io engine is shown by each write, if its permission can be taken back.
+    #[serde(with = "serde_bytes")]
+    pub key: Option<[u8; 16]>,
+}
 
 /// The decoded frames of one TRANSFER_INFO.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +39,8 @@ pub struct TransferInfo {
     pub required_dst_info_num: u32,
     /// Tokens that the decode side already holds; `None` when the frame is empty or absent.
     pub decode_prefix_len: Option<u64>,
+    /// What stands in the trailer beside it; whoever reads both puts it here. The frames hold none.
+    pub grant_opt: Option<Grant>,
 }
 
 impl TransferInfo {
@@ -86,6 +102,7 @@ impl TransferInfo {
             state_indices,
             required_dst_info_num,
             decode_prefix_len,
+            grant_opt: None,
         })
     }
 

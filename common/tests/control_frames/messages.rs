@@ -65,6 +65,7 @@ fn transfer_infos_are_read_and_written() {
                 .map_or_else(Vec::new, |lists| lists.iter().map(integers).collect()),
             required_dst_info_num: number(&inputs["required_dst_info_num"]),
             decode_prefix_len: inputs["decode_prefix_len"].as_u64(),
+            grant_opt: None,
         };
         let message = ControlMessage::TransferInfo(built.clone());
         tally.compare(

@@ -3,8 +3,8 @@
 use common::ids::{Endpoint, Room};
 use common::wire::descriptor::HANDLE_BYTES;
 use common::wire::{
-    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, EngineDesc, FerryTrailer, Hello, KvPoll,
-    MemoryDesc, MemoryLocation, Register, Release, Status, TransferInfo,
+    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, EngineDesc, FerryTrailer, Grant, Hello,
+    KvPoll, MemoryDesc, MemoryLocation, Register, Release, Status, TransferInfo,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -136,6 +136,7 @@ fn transfer_info() -> impl Strategy<Value = TransferInfo> {
             state_indices: indices.1,
             required_dst_info_num: numbers.1,
             decode_prefix_len: numbers.2,
+            grant_opt: None,
         },
     )
 }
@@ -198,12 +199,18 @@ pub fn release() -> impl Strategy<Value = Release> {
 }
 
 pub fn trailer() -> impl Strategy<Value = FerryTrailer> {
-    (option::of(any::<u64>()), vec(any::<u64>(), 0..5)).prop_map(|(generation, checksums)| {
-        FerryTrailer {
+    let grant = ("[ -~]{0,20}", option::of(any::<[u8; 16]>()))
+        .prop_map(|(engine, key)| Grant { engine, key });
+    (
+        option::of(any::<u64>()),
+        vec(any::<u64>(), 0..5),
+        option::of(grant),
+    )
+        .prop_map(|(generation, checksums, grant)| FerryTrailer {
             generation,
             checksums,
-        }
-    })
+            grant,
+        })
 }
 
 /// What a release's form keeps of a message, by the table of releases in the specification.

@@ -4,6 +4,7 @@
 mod devices;
 mod exactness;
 mod foreign;
+mod grants;
 mod lifetimes;
 mod peers;
 #[cfg(feature = "rdma")]

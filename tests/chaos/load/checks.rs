@@ -129,7 +129,7 @@ async fn places_that_do_not_become_safe_are_told() {
     let prefill = &request.prefill;
     let now = Instant::now();
     let long_ago = now.checked_sub(SAFE_WITHIN).expect("it runs for longer");
-    let is_overdue = |ended| request.is_overdue(&request.decode, ended);
+    let is_overdue = |ended| request.is_overdue(ended);
     assert!(is_overdue(long_ago) && !is_overdue(now));
     prefill.strike(false);
     assert!(!is_overdue(long_ago), "a stopped process may still write");

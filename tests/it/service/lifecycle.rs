@@ -19,6 +19,7 @@ on_every_transport!(
     a_killed_prefill_fails_its_rooms_and_its_successor_is_used,
     pages_of_a_stopped_writer_are_held_until_it_goes_on,
     pages_of_a_stopped_writer_are_held_until_it_is_dead,
+    nothing_of_a_stopped_writer_lands_in_pages_that_were_called_safe,
     a_killed_decode_fails_the_rooms_that_wait_for_their_engine,
     a_killed_decode_leaves_the_prefill_serving_its_successor,
     a_room_that_was_announced_and_never_sent_is_cleared_and_used_again,
@@ -30,10 +31,16 @@ fn bound(transport: &str) -> Duration {
     Duration::from_secs(if transport == "rdma" { 10 } else { 1 })
 }
 
-/// Whether a peer's exit can be proved: over an engine's own socket, which `tcp` and `rdma` alone
-/// have not.
+/// Whether a dead peer can be proved to write no more: by its exit, which its engine's own socket lets
+/// a rank watch, or by its permission to write, which `tcp` lets it take back. `rdma` alone has
+/// neither.
 fn has_proof(transport: &str) -> bool {
-    matches!(transport, "shm" | "cma")
+    transport != "rdma"
+}
+
+/// Whether a permission to write can be taken back from a peer that lives.
+fn is_revocable(transport: &str) -> bool {
+    transport == "tcp"
 }
 
 fn assert_moved_over(view: &RoomView, transport: &str) {
@@ -168,7 +175,7 @@ fn stop_the_writer(transport: &str) -> Pair {
     let view = pair.decode.abort(1, "the user went away");
     assert_eq!(view.status, RoomStatus::Failed);
     let until = Instant::now() + Duration::from_secs(1);
-    while Instant::now() < until {
+    while Instant::now() < until && !is_revocable(transport) {
         let view = pair.decode.view(1).expect("it is known");
         assert!(!view.release_safe, "a stopped process may go on");
     }
@@ -177,8 +184,40 @@ fn stop_the_writer(transport: &str) -> Pair {
 
 fn pages_of_a_stopped_writer_are_held_until_it_goes_on(transport: &str) {
     let pair = stop_the_writer(transport);
+    if is_revocable(transport) {
+        // Not even that long: it may not write any more, and nothing of it is under way.
+        wait_until_safe(&pair.decode, 1);
+    }
     pair.prefill_service.signal("CONT");
     wait_until_safe(&pair.decode, 1);
+    wait_until_safe(&pair.prefill, 1);
+    cross(&pair.prefill, &pair.decode, 2);
+}
+
+/// The chunk waits before the stopped process, which may take it before or behind the abort.
+fn nothing_of_a_stopped_writer_lands_in_pages_that_were_called_safe(transport: &str) {
+    let pair = Pair::start_over(transport, &[], &[]);
+    cross(&pair.prefill, &pair.decode, 9);
+    begin(&pair.prefill, &pair.decode, 1);
+    let before = pair.decode.content();
+    pair.prefill_service.signal("STOP");
+    wait_until_it_stands_still(pair.prefill_service.pid());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            pair.decode.abort(1, "the user went away");
+            if is_revocable(transport) {
+                wait_until_safe(&pair.decode, 1);
+            }
+            pair.prefill_service.signal("CONT");
+        });
+        // It is taken and fails, or comes too late.
+        let _ = pair.prefill.send(1, whole_chunk());
+    });
+    wait_until_safe(&pair.decode, 1);
+    wait_until_safe(&pair.prefill, 1);
+    if is_revocable(transport) {
+        assert!(pair.decode.content() == before, "something has landed");
+    }
 }
 
 fn pages_of_a_stopped_writer_are_held_until_it_is_dead(transport: &str) {
@@ -187,7 +226,13 @@ fn pages_of_a_stopped_writer_are_held_until_it_is_dead(transport: &str) {
     pair.prefill_service.kill();
     if has_proof(transport) {
         wait_until_safe(&pair.decode, 1);
-        assert!(begun.elapsed() < bound(transport), "{:?}", begun.elapsed());
+        // A permission is taken back when an acknowledgement has been waited for.
+        let waited = Duration::from_secs(u64::from(is_revocable(transport)));
+        assert!(
+            begun.elapsed() < bound(transport) + waited,
+            "{:?}",
+            begun.elapsed()
+        );
     }
 }
 

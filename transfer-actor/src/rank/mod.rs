@@ -6,6 +6,7 @@
 mod actor;
 pub mod core;
 mod exits;
+mod grants;
 mod heartbeats;
 mod reports;
 mod sessions;

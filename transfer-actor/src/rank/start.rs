@@ -204,6 +204,7 @@ fn bring_up(
         Role::Decode => {
             let register = register_of(&config, &engine, &buffers, &control);
             let identity = DecodeIdentity {
+                is_only_way_in: io_engine::is_reached_by_tcp_only,
                 layout: buffers.layout.clone(),
                 register: register.clone(),
                 allocation_policy: config.engine.decode_allocation_policy.clone(),

@@ -654,7 +654,7 @@ impl Lane {
             let group = Group {
                 region: pair.remote.id,
                 // `submit` refused pairs without a key.
-                key: pair.remote.key_opt.unwrap_or(RegionKey([0; 16])),
+                key: pair.remote.shown_key().unwrap_or(RegionKey([0; 16])),
                 ranges: ranges.len() as u32,
             };
             group.put(header);
@@ -705,7 +705,8 @@ impl Drop for EndOfLane<'_> {
         let Some(first_cause) = self.lanes.queue.closed_reason() else {
             return;
         };
-        let lost = first_cause.without_proof();
+        // Nobody sends from it any more; what was sent may still land.
+        let lost = first_cause.without_proof().with_free_source();
         for unanswered in unanswered {
             unanswered.status.piece_done(Err(lost.clone()));
         }

@@ -17,6 +17,7 @@ use crate::device::staging::{DEPTH, Way};
 use crate::engine::{EngineInner, Writer};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::foreign::Place;
+use crate::grant::GrantUser;
 use crate::region::RegionGuard;
 use crate::session::Direction;
 use crate::sys::{self, IoVec, io_vec};
@@ -149,9 +150,15 @@ fn serve_control(stream: &Arc<TcpStream>, engine: &Weak<EngineInner>) -> io::Res
 /// a large payload is copied once more, so they are few.
 const READ_AHEAD_BYTES: usize = 4608;
 
+/// What is held while a piece is under way: a region, and the grant that it comes under.
+struct Guard {
+    region: RegionGuard,
+    _grant_opt: Option<GrantUser>,
+}
+
 /// The regions of a piece, and its ranges in them.
 struct Target {
-    guards: Vec<RegionGuard>,
+    guards: Vec<Guard>,
     places: Vec<(Place, u64)>,
 }
 
@@ -159,7 +166,7 @@ struct Target {
 struct Pending {
     // In front of the guards, so that regions are let go when nothing is under way any more.
     packed: Packed,
-    _guards: Vec<RegionGuard>,
+    _guards: Vec<Guard>,
     piece: u64,
     /// Bytes that follow the answer of a read.
     payload: u64,
@@ -168,6 +175,8 @@ struct Pending {
 
 struct Receiver<'a> {
     stream: &'a TcpStream,
+    /// The same, for the grants that let its pieces in.
+    shared: &'a Arc<TcpStream>,
     /// What was read and not used: `buffer[start..end]`.
     buffer: Vec<u8>,
     start: usize,
@@ -177,9 +186,10 @@ struct Receiver<'a> {
 }
 
 impl<'a> Receiver<'a> {
-    fn new(stream: &'a TcpStream) -> Self {
+    fn new(stream: &'a Arc<TcpStream>) -> Self {
         Self {
             stream,
+            shared: stream,
             buffer: vec![0; READ_AHEAD_BYTES],
             start: 0,
             end: 0,
@@ -310,9 +320,10 @@ impl<'a> Receiver<'a> {
         let fixed = self.take(REQUEST_BYTES)?.first_chunk().copied();
         let header = RequestHeader::parse(&fixed.ok_or(io::ErrorKind::UnexpectedEof)?)?;
         let groups = header.groups as usize * GROUP_BYTES;
+        let stream = self.shared;
         let tail = self.take(groups + header.ranges as usize * RANGE_BYTES)?;
         let answer = |code, text: &str| wire::answer(header.piece, code, text);
-        let checked = check(engine, &header, tail.split_at(groups))?;
+        let checked = check(engine, stream, &header, tail.split_at(groups))?;
         if let Ok(target) = &checked
             && any_device(&target.places)
         {
@@ -407,6 +418,7 @@ fn is_timeout(error: &io::Error) -> bool {
 /// refuses the piece.
 fn check(
     engine: &EngineInner,
+    stream: &Arc<TcpStream>,
     header: &RequestHeader,
     (groups, ranges): (&[u8], &[u8]),
 ) -> io::Result<Result<Target, (AnswerCode, String)>> {
@@ -422,12 +434,12 @@ fn check(
     let mut payload = 0u64;
     for group in groups {
         let group = Group::parse(group)?;
-        let guard = enter(engine, &group);
+        let guard = enter(engine, stream, &group);
         for _ in 0..group.ranges {
             let (offset, len) = wire::parse_range(ranges.next().ok_or_else(disagrees)?)?;
             payload = payload.checked_add(len).ok_or_else(disagrees)?;
             match &guard {
-                Ok(guard) => match guard.region().place(offset, len) {
+                Ok(guard) => match guard.region.region().place(offset, len) {
                     Ok(place) => target.places.push((place, len)),
                     Err(error) => {
                         refused.get_or_insert((AnswerCode::OutOfBounds, error.to_string()));
@@ -446,20 +458,34 @@ fn check(
     Ok(refused.map_or(Ok(target), Err))
 }
 
-fn enter(engine: &EngineInner, group: &Group) -> Result<RegionGuard, (AnswerCode, String)> {
+fn enter(
+    engine: &EngineInner,
+    stream: &Arc<TcpStream>,
+    group: &Group,
+) -> Result<Guard, (AnswerCode, String)> {
     let region = engine.region(group.region).ok_or_else(|| {
         (
             AnswerCode::NotRegistered,
             format!("there is no region {}", group.region),
         )
     })?;
+    let mut grant_opt = None;
     if !region.key().matches(&group.key) {
-        return Err((
-            AnswerCode::BadKey,
-            format!("wrong key for region {}", group.region),
-        ));
+        let granted_opt = engine.grants().find(region.key(), &group.key);
+        grant_opt = granted_opt.and_then(|granted| granted.enter(stream));
+        if grant_opt.is_none() {
+            let text = format!(
+                "wrong key for region {}, or a permission that was taken back",
+                group.region
+            );
+            return Err((AnswerCode::BadKey, text));
+        }
     }
-    region
+    let region = region
         .enter()
-        .map_err(|error| (AnswerCode::NotRegistered, error.to_string()))
+        .map_err(|error| (AnswerCode::NotRegistered, error.to_string()))?;
+    Ok(Guard {
+        region,
+        _grant_opt: grant_opt,
+    })
 }

@@ -11,14 +11,16 @@ use std::time::{Duration, Instant};
 use actix::fut::wrap_future;
 use actix::prelude::*;
 use common::ids::{ByteOffset, Endpoint, Generation, Room};
-use common::wire::{ControlMessage, EngineDesc, FerryTrailer, Frame, KvPoll, Register, Release};
+use common::wire::{
+    ControlMessage, EngineDesc, FerryTrailer, Frame, Grant, KvPoll, Register, Release,
+};
 use futures::FutureExt;
 use io_engine::{Engine, RailReport, TransportKind};
 use tokio::sync::mpsc;
 
 use crate::api::{RoomStatus, RoomView};
 use crate::bootstrap_client::jittered;
-use crate::component::{self, ComponentActor};
+use crate::component::{self, ComponentActor, Destination};
 use crate::control::Outboxes;
 use crate::error::ApiError;
 use crate::messages::{CancelWork, DoWork, ProcessExited, Report, RetireComponent, StopComponent};
@@ -29,6 +31,7 @@ use crate::rank::core::{
     unknown_room,
 };
 use crate::rank::exits::exit_of;
+use crate::rank::grants::{Grants, over};
 use crate::rank::heartbeats::{Heartbeats, probe};
 use crate::rank::reports::{FIRST_REPORT, Tally, Targets};
 use crate::rank::sessions::Sessions;
@@ -97,6 +100,7 @@ pub(crate) struct RankActor {
     pub(super) control: Endpoint,
     sessions: Sessions,
     heartbeats: Heartbeats,
+    grants: Grants,
     pub(super) tally: Tally,
     reports: Targets,
     pub(super) components: HashMap<ComponentKey, Addr<ComponentActor>>,
@@ -142,6 +146,7 @@ impl RankActor {
             control,
             sessions: Sessions::default(),
             heartbeats: Heartbeats::default(),
+            grants: Grants::default(),
             tally: Tally::default(),
             reports: Targets::default(),
             components: HashMap::new(),
@@ -182,7 +187,11 @@ impl RankActor {
                 generation_opt,
                 about_opt,
             } => self.send(&to, &message, generation_opt, about_opt, context),
-            Effect::Start { key, link } => self.start_component(key, link),
+            Effect::Start {
+                key,
+                link,
+                grant_opt,
+            } => self.start_component(key, link, grant_opt),
             Effect::Work { key, work } => self.work(key, work, context),
             Effect::Cancel { key } => self.tell(&key, CancelWork, context),
             Effect::Retire { key } => self.retire(key),
@@ -226,7 +235,18 @@ impl RankActor {
             } => {
                 self.write_aux(room, buffer_index, row, &data);
             }
-            Effect::Changed { room } => self.wake(room),
+            Effect::TakeBack {
+                room,
+                generation,
+                endpoint,
+                is_lost,
+            } => self.take_back(room, generation, endpoint, is_lost, context),
+            Effect::Changed { room } => {
+                self.wake(room);
+                if self.grants.has(room) && self.core.view(room).is_none() {
+                    self.grants.forget(room);
+                }
+            }
             Effect::Count(counted) => self.count(&counted),
         }
     }
@@ -249,6 +269,7 @@ impl RankActor {
                 let trailer = FerryTrailer {
                     generation: Some(generation.get()),
                     checksums: Vec::new(),
+                    grant: self.grants.given(&self.engine, to, message, generation),
                 };
                 message.encode_with_trailer(Release::NEWEST, &trailer)
             }
@@ -337,12 +358,18 @@ impl RankActor {
         })
     }
 
-    fn start_component(&mut self, key: ComponentKey, link: Arc<PeerLink>) {
+    fn start_component(
+        &mut self,
+        key: ComponentKey,
+        link: Arc<PeerLink>,
+        grant_opt: Option<Grant>,
+    ) {
         let reach = component::reach(&self.buffers, &link, key.component);
         let now = Instant::now();
         let session = self.sessions.to(&self.engine, &link.engine, &reach, now);
         let buffers = Arc::clone(&self.buffers);
-        let actor = ComponentActor::new(key.clone(), link, buffers, session, self.own.clone());
+        let to = Destination { link, grant_opt };
+        let actor = ComponentActor::new(key.clone(), to, buffers, session, self.own.clone());
         // Children run on this rank's own arbiter, beside it.
         self.components.insert(key, actor.start());
     }
@@ -420,6 +447,30 @@ impl RankActor {
             // Of a rank that panics meanwhile the heartbeats will notice.
             let _ = rank.send(exited).await;
         });
+    }
+
+    /// Takes a permission back; the core hears when nothing comes in under it any more.
+    fn take_back(
+        &mut self,
+        room: Room,
+        generation: Generation,
+        endpoint: Endpoint,
+        is_lost: bool,
+        context: &mut Context<Self>,
+    ) {
+        let Some(grant) = self.grants.taken(room, &endpoint) else {
+            return;
+        };
+        let over = wrap_future(over(grant, is_lost));
+        context.spawn(over.map(move |(), actor: &mut Self, context| {
+            tracing::info!(%room, %endpoint, is_lost, "a permission to write was taken back");
+            let event = Event::TakenBack {
+                room,
+                generation,
+                endpoint,
+            };
+            actor.apply_quietly(event, context);
+        }));
     }
 
     /// A peer ended its connection: looks whether it is gone, if an open room needs it.
@@ -629,6 +680,7 @@ impl Drop for RankActor {
             control: self.control.clone(),
             sessions: std::mem::take(&mut self.sessions),
             heartbeats: Heartbeats::default(),
+            grants: std::mem::take(&mut self.grants),
             tally: std::mem::take(&mut self.tally),
             reports: std::mem::take(&mut self.reports),
             components: std::mem::take(&mut self.components),

@@ -6,7 +6,7 @@ use std::time::Duration;
 use common::ids::{ComponentId, Endpoint, Generation, Room};
 use common::plan::PeerPlanner;
 use common::topology::RankMapping;
-use common::wire::{ControlMessage, EngineDesc, KvPoll, MemoryDesc, UnreadableSender};
+use common::wire::{ControlMessage, EngineDesc, Grant, KvPoll, MemoryDesc, UnreadableSender};
 
 /// Everything that can happen to a rank, in one queue.
 #[derive(Clone, Debug)]
@@ -111,6 +111,16 @@ pub enum Event {
         /// What those are told that come now.
         reason: String,
     },
+    /// A prefill rank's permission to write for a room was taken back, and what had come in under it
+    /// is over: nothing more lands under it (decode).
+    TakenBack {
+        /// The room.
+        room: Room,
+        /// Its generation.
+        generation: Generation,
+        /// The prefill rank's control socket.
+        endpoint: Endpoint,
+    },
     /// Time has passed.
     Tick,
     /// The rank is about to end; every open room fails with this reason.
@@ -211,6 +221,8 @@ pub enum ComponentOutcome {
         reason: String,
         /// Whether it is proved that nothing is written any more.
         is_quiesced: bool,
+        /// Whether it is proved that nothing is read any more.
+        is_source_free: bool,
         /// The transport's name, if one was chosen.
         transport: &'static str,
     },
@@ -332,6 +344,8 @@ pub enum Effect {
         key: ComponentKey,
         /// Whom it writes to.
         link: Arc<PeerLink>,
+        /// Under what, where bytes pass the decode's own hands.
+        grant_opt: Option<Grant>,
     },
     /// Give a component actor a piece of work; exactly one report (or its death) answers it.
     Work {
@@ -385,6 +399,18 @@ pub enum Effect {
         life: Life,
         /// Its engine.
         engine: Box<EngineDesc>,
+    },
+    /// Take a prefill rank's permission to write for a room back; the answer is
+    /// [`Event::TakenBack`], once nothing is under way under it (decode).
+    TakeBack {
+        /// The room.
+        room: Room,
+        /// Its generation.
+        generation: Generation,
+        /// The prefill rank's control socket.
+        endpoint: Endpoint,
+        /// The rank is gone: the connections by which something is coming in are ended.
+        is_lost: bool,
     },
     /// A room's view has changed: whoever waits for it is to be told.
     Changed {

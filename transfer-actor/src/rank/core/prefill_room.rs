@@ -71,6 +71,8 @@ pub(super) struct PrefillRoom {
     pub abort_askers: Vec<(Endpoint, i64)>,
     /// A write failed without proof that it has stopped: no acknowledgement, ever.
     pub is_poisoned: bool,
+    /// A write failed without proof that its source is not read any more.
+    pub is_source_held: bool,
     /// The same of an older use of the number: only who announced this use may be acknowledged.
     pub was_poisoned: bool,
     /// Cleared by the engine while work was pending.
@@ -102,6 +104,7 @@ impl PrefillRoom {
             moved: BTreeMap::new(),
             abort_askers: Vec::new(),
             is_poisoned: false,
+            is_source_held: false,
             was_poisoned: false,
             is_cleared: false,
         }
@@ -163,6 +166,12 @@ impl PrefillRoom {
             endpoint: endpoint.clone(),
             component,
         }
+    }
+
+    /// Whether nothing reads what the room was sent from any more.
+    pub fn is_release_safe(&self) -> bool {
+        let is_free = !self.is_source_held || !holds(Rule::HeldSource);
+        self.poll.is_terminal() && self.pending == 0 && is_free
     }
 
     /// Moves the status on; it never goes back.
@@ -236,6 +245,7 @@ impl PrefillRoom {
                 effects.push(Effect::Start {
                     key,
                     link: Arc::clone(link),
+                    grant_opt: target.info.grant_opt.clone(),
                 });
             }
         }
@@ -403,6 +413,7 @@ impl PrefillRoom {
             ComponentOutcome::Failed {
                 reason,
                 is_quiesced,
+                is_source_free,
                 transport,
                 ..
             } => {
@@ -415,6 +426,7 @@ impl PrefillRoom {
                     "failed"
                 });
                 self.is_poisoned |= !is_quiesced;
+                self.is_source_held |= !is_source_free;
                 Some(reason.clone())
             }
             ComponentOutcome::Retired { is_quiesced } => {
@@ -422,6 +434,7 @@ impl PrefillRoom {
                 moved.pending = 0;
                 moved.outcome_opt = Some("aborted");
                 self.is_poisoned |= !is_quiesced;
+                self.is_source_held |= !is_quiesced;
                 Some("its actor was retired".to_owned())
             }
             ComponentOutcome::Died { panicked } => {
@@ -430,6 +443,7 @@ impl PrefillRoom {
                 moved.pending = 0;
                 moved.outcome_opt = Some("failed");
                 self.is_poisoned = true;
+                self.is_source_held = true;
                 let how = if *panicked { "panicked" } else { "ended" };
                 Some(format!("its actor {how} before it had reported"))
             }

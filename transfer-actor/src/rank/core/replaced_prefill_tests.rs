@@ -53,6 +53,7 @@ fn decode() -> RankCore {
         register,
         allocation_policy: "early".to_owned(),
         first_generation: 0,
+        is_only_way_in: |_, peer| peer.hostname == "tcp only",
     };
     let core = DecodeCore::new(identity, Timeouts::default(), Limits::default());
     RankCore::Decode(Box::new(core))

@@ -48,6 +48,14 @@ pub(crate) enum Rule {
     PeerLossFails,
     /// The exit of a process proves nothing of another behind the same address.
     ExitOfThisLife,
+    /// What came in under a permission that was taken back is waited for.
+    TakenBackWhenOver,
+    /// A permission that was taken back proves nothing of a rank that has other ways in.
+    OnlyWayIn,
+    /// What was announced to a process is not taken by the one in its place.
+    AnnouncedToThisProcess,
+    /// What is read, perhaps, is not given back to the prefill's engine.
+    HeldSource,
     /// The bootstrap server's answer to an older question is ignored.
     ResolvedGeneration,
     /// After a panic every component actor with work is asked for the end of all of it.
@@ -84,7 +92,7 @@ mod broken {
     }
 
     /// Every rule.
-    pub(crate) const ALL: [Rule; 26] = [
+    pub(crate) const ALL: [Rule; 30] = [
         Rule::AckAfterDrain,
         Rule::NoAckWhenPoisoned,
         Rule::NoWriteAfterFailure,
@@ -107,6 +115,10 @@ mod broken {
         Rule::WaitingTimeout,
         Rule::PeerLossFails,
         Rule::ExitOfThisLife,
+        Rule::TakenBackWhenOver,
+        Rule::OnlyWayIn,
+        Rule::AnnouncedToThisProcess,
+        Rule::HeldSource,
         Rule::ResolvedGeneration,
         Rule::RestartAsksAgain,
         Rule::LostMayBeLate,

@@ -35,7 +35,7 @@ async fn finish(prefill: &TestRank, decode: &TestRank) {
 async fn send_of(to: &TestRank, message: &ControlMessage, generation: u64) {
     let trailer = FerryTrailer {
         generation: Some(generation),
-        checksums: Vec::new(),
+        ..FerryTrailer::default()
     };
     let frames = message.encode_with_trailer(Release::NEWEST, &trailer);
     let peer = PushPeer::new(to.rank.control(), PushOptions::default());
@@ -70,6 +70,7 @@ async fn late_messages_of_an_older_use_are_dropped_and_counted() {
         state_indices: vec![vec![0]],
         required_dst_info_num: 1,
         decode_prefix_len: None,
+        grant_opt: None,
     });
     let infos = late(&prefill, "transfer_info");
     send_of(&prefill, &other_places, older).await;

@@ -131,6 +131,7 @@ async fn rooms_that_nobody_opens_are_bounded_and_those_of_the_engine_are_served(
                 state_indices: vec![vec![2]],
                 required_dst_info_num: 1,
                 decode_prefix_len: None,
+                grant_opt: None,
             }),
         };
         message.encode(Release::NEWEST).expect("it fits")
@@ -211,6 +212,7 @@ async fn many_peers_are_connected_to_one_rank_and_each_is_answered() {
             state_indices: vec![vec![1]],
             required_dst_info_num: 1,
             decode_prefix_len: None,
+            grant_opt: None,
         });
         push.send(&info.encode(Release::NEWEST).expect("it fits"))
             .await

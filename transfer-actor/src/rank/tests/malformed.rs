@@ -72,6 +72,7 @@ impl RawDecode {
             state_indices: vec![vec![2]],
             required_dst_info_num: 1,
             decode_prefix_len: None,
+            grant_opt: None,
         });
         message.encode(Release::NEWEST).expect("it fits")
     }

@@ -130,6 +130,7 @@ impl DecodeCore {
         for room in waiting {
             self.fail(room, &reason, now, &mut effects);
         }
+        self.take_back(Some(endpoint), now, &mut effects);
         effects
     }
 
@@ -228,6 +229,7 @@ impl DecodeCore {
                 self.fail(room, &reason, now, &mut effects);
             }
         }
+        self.take_back(None, now, &mut effects);
         effects
     }
 

@@ -13,10 +13,10 @@ use crate::rank::core::rules::{Rule, holds};
 /// A Ferry prefill rank that has answered.
 #[derive(Debug)]
 pub(super) struct Met {
-    engine: EngineDesc,
+    pub engine: EngineDesc,
     pub life: Life,
     /// The REGISTER that it answered last.
-    register: u64,
+    pub register: u64,
     /// Whether nothing has gone wrong since it answered last.
     pub is_current: bool,
 }

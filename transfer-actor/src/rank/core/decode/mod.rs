@@ -1,6 +1,7 @@
 //! The rules of a decode rank.
 
 mod end;
+mod grants;
 mod lives;
 mod message;
 
@@ -11,7 +12,7 @@ use std::time::Instant;
 use common::ids::{Endpoint, Generation, Room};
 use common::room::advance;
 use common::schema::RankLayout;
-use common::wire::{Bootstrap, ControlMessage, KvPoll, Register, TransferInfo};
+use common::wire::{Bootstrap, ControlMessage, EngineDesc, KvPoll, Register, TransferInfo};
 
 use crate::api::RoomView;
 use crate::error::ApiError;
@@ -37,6 +38,9 @@ pub struct DecodeIdentity {
     /// Generations count from here. No two lives of a rank should share one, so that a late
     /// message to the older life means nothing to the newer.
     pub first_generation: u64,
+    /// Whether all that a prefill's engine, the second, can write to this one passes this one's own
+    /// hands, so that its permission can be taken back.
+    pub is_only_way_in: fn(&EngineDesc, &EngineDesc) -> bool,
 }
 
 /// One use of a room.
@@ -68,6 +72,8 @@ struct DecodeRoom {
     told: BTreeMap<Endpoint, lives::Told>,
     /// Ranks whose process has exited.
     exited: BTreeSet<i64>,
+    /// Permissions that were given with the announcement, by rank.
+    grants: BTreeMap<i64, grants::Stage>,
     is_abort_sent: bool,
     /// Whether messages about an older use of the number may still come.
     is_ambiguous: bool,
@@ -153,11 +159,17 @@ impl DecodeCore {
                 self.draining_opt = Some(reason);
                 Reaction::default()
             }
+            Event::TakenBack {
+                room,
+                generation,
+                endpoint,
+            } => Reaction::done(self.taken_back(room, generation, &endpoint)),
             Event::Tick => Reaction::done(self.tick(now)),
             Event::Shutdown { reason } => Reaction::done(self.shutdown(&reason, now)),
             Event::Restarted { reason } => {
                 // Some REGISTER may not have been sent; registering twice does no harm.
                 self.registered.clear();
+                self.ask_again();
                 Reaction::done(self.shutdown(&reason, now))
             }
             Event::Chunk { .. } => Reaction::refused(wrong_role("sending a chunk", "prefill")),
@@ -266,6 +278,7 @@ impl DecodeCore {
                 acknowledged: BTreeSet::new(),
                 told: BTreeMap::new(),
                 exited: BTreeSet::new(),
+                grants: BTreeMap::new(),
                 is_abort_sent: false,
                 is_ambiguous,
             },
@@ -408,6 +421,7 @@ impl DecodeCore {
 
     /// Tells the prefill ranks where to write, once both are known: they, and where.
     fn publish(&mut self, room: Room, now: Instant, effects: &mut Vec<Effect>) {
+        let grants = self.grants_for(room);
         let Some(state) = self.rooms.get_mut(&room) else {
             return;
         };
@@ -421,6 +435,10 @@ impl DecodeCore {
         }
         state.is_published = true;
         state.touched = now;
+        let given = grants.iter().filter(|(_, grant)| grant.key.is_some());
+        state.grants = given
+            .map(|(rank, _)| (*rank, grants::Stage::Given))
+            .collect();
         let register = &self.identity.register;
         for target in &prefill.targets {
             let empty = TransferInfo {
@@ -433,6 +451,7 @@ impl DecodeCore {
                 required_dst_info_num: prefill.mapping.required_dst_info_num,
                 // Empty in a dummy: 0.5.23's prefill takes a dummy with a prefix for real.
                 decode_prefix_len: None,
+                grant_opt: None,
             };
             let info = if target.is_dummy {
                 empty
@@ -442,6 +461,7 @@ impl DecodeCore {
                     aux_index: announcement.aux_index_opt,
                     state_indices: announcement.state_indices.clone(),
                     decode_prefix_len: announcement.decode_prefix_len_opt,
+                    grant_opt: grants.get(&target.unique_rank).cloned(),
                     ..empty
                 }
             };
@@ -525,7 +545,8 @@ impl DecodeRoom {
                 &self.acknowledged,
                 &self.exited,
             ];
-            said.iter().any(|ranks| ranks.contains(&target.unique_rank))
+            let rank = target.unique_rank;
+            said.iter().any(|ranks| ranks.contains(&rank)) || self.is_taken_back(rank)
         })
     }
 
@@ -544,7 +565,9 @@ impl DecodeRoom {
                 let writers = prefill.targets.iter().filter(|target| !target.is_dummy);
                 let mut writers = writers.map(|target: &PrefillTarget| target.unique_rank);
                 let proofs = [&self.acknowledged, &self.successes, &self.exited];
-                let has_stopped = |rank| proofs.iter().any(|ranks| ranks.contains(&rank));
+                let has_stopped = |rank| {
+                    proofs.iter().any(|ranks| ranks.contains(&rank)) || self.is_taken_back(rank)
+                };
                 match holds(Rule::EveryWriterStops) {
                     true => writers.all(has_stopped),
                     false => writers.any(has_stopped),

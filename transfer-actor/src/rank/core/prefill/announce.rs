@@ -257,6 +257,26 @@ impl PrefillCore {
         if self.is_over(room, &info.endpoint, generation_opt) {
             return vec![late("transfer_info")];
         }
+        let own_engine = &self.identity.contact.1.key;
+        let grant_opt = info.grant_opt.as_ref();
+        if grant_opt.is_some_and(|grant| grant.engine != *own_engine)
+            && holds(Rule::AnnouncedToThisProcess)
+        {
+            return vec![Effect::Send {
+                to: info.endpoint,
+                message: ControlMessage::Status(Status {
+                    room,
+                    poll: KvPoll::Failed,
+                    prefill_rank: self.identity.unique_rank,
+                    reason: Some(
+                        "the room was announced to another process, whose place this one has taken"
+                            .to_owned(),
+                    ),
+                }),
+                generation_opt,
+                about_opt: None,
+            }];
+        }
         match self.rooms.get(&room) {
             Some(state) if state.poll == KvPoll::Failed && !state.is_announced() => {
                 // This decode rank does not know yet that the room has failed.

@@ -147,7 +147,7 @@ impl PrefillCore {
                 generation_opt,
             } => Reaction::done(self.lost(room, endpoint, generation_opt, now)),
             Event::Announce { .. } => Reaction::refused(wrong_role("announce", "decode")),
-            Event::Resolved { .. } => Reaction::default(),
+            Event::Resolved { .. } | Event::TakenBack { .. } => Reaction::default(),
         }
     }
 
@@ -182,7 +182,7 @@ impl PrefillCore {
                 .next()
                 .filter(|_| state.is_announced()),
             transfers: transfers.collect(),
-            release_safe: state.poll.is_terminal() && state.pending == 0 && !state.is_poisoned,
+            release_safe: state.is_release_safe(),
         })
     }
 

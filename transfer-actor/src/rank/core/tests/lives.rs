@@ -43,10 +43,10 @@ fn sent(effects: &[Effect]) -> (Vec<u64>, Vec<Option<Generation>>) {
 }
 
 /// A decode rank, its clock, and all that it has done.
-struct Decode(RankCore, Instant);
+pub(super) struct Decode(pub(super) RankCore, pub(super) Instant);
 
 impl Decode {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self(
             Engines::of(AttentionKind::Mha, 1, 1).decode(0).core,
             Instant::now(),
@@ -61,14 +61,14 @@ impl Decode {
         decode
     }
 
-    fn event(&mut self, event: Event) -> Vec<Effect> {
+    pub(super) fn event(&mut self, event: Event) -> Vec<Effect> {
         let reaction = self.0.handle(event, self.1);
         assert!(reaction.error_opt.is_none(), "{:?}", reaction.error_opt);
         reaction.effects
     }
 
     /// Opens, resolves and announces a room.
-    fn begin(&mut self, number: u64) -> (Vec<u64>, Vec<Option<Generation>>) {
+    pub(super) fn begin(&mut self, number: u64) -> (Vec<u64>, Vec<Option<Generation>>) {
         let engines = Engines::of(AttentionKind::Mha, 1, 1);
         let mut effects = self.event(Event::Open(OpenCommand {
             room: room(number),
@@ -97,7 +97,7 @@ impl Decode {
         sent(&effects)
     }
 
-    fn view(&self, number: u64) -> RoomView {
+    pub(super) fn view(&self, number: u64) -> RoomView {
         self.0.view(room(number)).expect("it is known")
     }
 }

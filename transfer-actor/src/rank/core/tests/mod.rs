@@ -2,6 +2,7 @@
 
 mod decode;
 mod decode_end;
+mod grants;
 mod lives;
 mod network;
 mod network_rules;
@@ -166,6 +167,7 @@ impl Engines {
             register: self.register(rank),
             allocation_policy: self.policy.to_owned(),
             first_generation: 0,
+            is_only_way_in: |_, peer| peer.hostname == "tcp only",
         };
         let core = DecodeCore::new(identity, TIMEOUTS, self.limits);
         Rank::new(RankCore::Decode(Box::new(core)))
@@ -264,6 +266,7 @@ impl Engines {
             state_indices: vec![vec![2]],
             required_dst_info_num: self.mapping(decode_rank).required_dst_info_num,
             decode_prefix_len: None,
+            grant_opt: None,
         }
     }
 }
@@ -352,6 +355,7 @@ fn failed(is_quiesced: bool) -> ComponentOutcome {
         kind: "io",
         reason: "the peer reset the connection".to_owned(),
         is_quiesced,
+        is_source_free: is_quiesced,
         transport: "tcp",
     }
 }

@@ -29,7 +29,7 @@ pub const DECODE_STATES: [&str; 9] = [
     "success",
     "failed",
 ];
-pub const KINDS: [&str; 35] = [
+pub const KINDS: [&str; 36] = [
     "register",
     "transfer_info",
     "abort",
@@ -60,6 +60,7 @@ pub const KINDS: [&str; 35] = [
     "peer_lost",
     "peer_exited",
     "hello",
+    "taken_back",
     "tick",
     "shutdown",
     "restarted",
@@ -106,6 +107,7 @@ pub fn kind_of(event: &Event) -> &'static str {
         Event::SendFailed { .. } => "send_failed",
         Event::PeerLost { .. } => "peer_lost",
         Event::PeerExited { .. } => "peer_exited",
+        Event::TakenBack { .. } => "taken_back",
         Event::Tick => "tick",
         Event::Shutdown { .. } => "shutdown",
         Event::Restarted { .. } => "restarted",
@@ -126,7 +128,8 @@ pub fn is_about(event: &Event, room: Room) -> bool {
         | Event::Abort { room, .. }
         | Event::Clear { room }
         | Event::Lost { room, .. }
-        | Event::Resolved { room, .. } => Some(*room),
+        | Event::Resolved { room, .. }
+        | Event::TakenBack { room, .. } => Some(*room),
         Event::Component(report) => Some(report.key.room),
         Event::SendFailed { about_opt, .. } => about_opt.map(|(room, _)| room),
         Event::PeerLost { .. }

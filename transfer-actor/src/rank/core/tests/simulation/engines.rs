@@ -269,7 +269,7 @@ impl World {
         let rank = self.random.below(3) as i64;
         let message = |message| Event::Message(message, None);
         let is_prefill = self.places[site].is_prefill;
-        let event = match self.random.below(32) {
+        let event = match self.random.below(33) {
             // 0.5.23 takes a dummy for real, and says so before any byte has moved.
             23 if !is_prefill && !self.weather.is_ferry => {
                 let resolved = self.engines.resolved(self.places[site].rank);
@@ -401,6 +401,11 @@ impl World {
                 room,
                 generation: Generation(0),
                 result: Err(OLD_ANSWER.to_owned()),
+            },
+            32 => Event::TakenBack {
+                room,
+                generation: Generation(0),
+                endpoint: stranger,
             },
             16 => {
                 let register = self.engines.register(0);

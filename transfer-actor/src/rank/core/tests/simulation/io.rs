@@ -1,7 +1,7 @@
 //! An io engine that writes into the memory of other ranks: in time, late, half, or never.
 
 use super::memory::{Range, Request};
-use super::world::{Happening, Site, TICK, World, engine_key};
+use super::world::{Happening, Permission, Site, TICK, World, engine_key, is_only_way_in};
 use crate::rank::core::Work;
 use crate::rank::core::tests::*;
 
@@ -15,12 +15,16 @@ pub struct Running {
     pub begun: Duration,
     /// Whose items it writes to, if the decode rank's announcement told its generation.
     holder_opt: Option<Request>,
+    /// Under what it comes in, if it passes the decode's hands.
+    permission_opt: Option<Permission>,
     /// The engine that is written to.
     target: String,
     ranges: Vec<Range>,
     pub is_reported: bool,
     /// When its rank panicked with the order for it, or with its report.
     pub lost_opt: Option<Duration>,
+    /// Whether its bytes have left their source.
+    has_left: bool,
     has_landed: bool,
 }
 
@@ -29,11 +33,12 @@ impl World {
     pub fn begin(&mut self, site: Site, key: ComponentKey, work: &Work) -> Result<(), String> {
         let place = &self.places[site];
         let life = place.life;
-        let link = place
+        let (link, is_granted) = place
             .links
             .get(&key)
+            .cloned()
             .ok_or("work for an actor that was not started")?;
-        let planned = crate::component::plan(link, key.component, work)
+        let planned = crate::component::plan(&link, key.component, work)
             .map_err(|error| format!("checked work cannot be planned: {error}"))?;
         let mut ranges = Vec::new();
         for pair in planned.pairs() {
@@ -51,6 +56,13 @@ impl World {
             .get(&binding)
             .ok_or("work for a use that nobody opened")?;
         let holder_opt = self.holder_of(site, &key);
+        let has_other_ways = !is_only_way_in(&engine_key(site, life));
+        let permission_opt = (is_granted && !has_other_ways)
+            .then(|| self.permission_of(site, &key))
+            .flatten();
+        let is_refused = permission_opt
+            .as_ref()
+            .is_some_and(|permission| self.closed.contains(permission));
         let number = self.works.len() as u64;
         self.works.insert(
             number,
@@ -61,14 +73,21 @@ impl World {
                 request,
                 begun: self.now,
                 holder_opt,
+                permission_opt,
                 target: link.engine.key.clone(),
-                ranges,
+                // Of what is refused nothing ever lands.
+                ranges: if is_refused { Vec::new() } else { ranges },
                 is_reported: false,
                 lost_opt: None,
+                has_left: false,
                 has_landed: false,
             },
         );
         let mut end = self.now + self.random.between(1, 40);
+        if is_refused {
+            self.at(end, Happening::Report(number, failed(true)));
+            return Ok(());
+        }
         if !self.random.percent(self.weather.io_faults) {
             self.at(end, Happening::Land(number));
             self.at(end, Happening::Report(number, moved()));
@@ -85,7 +104,13 @@ impl World {
             1 => self.at(end, Happening::Report(number, failed(true))),
             // Nobody can vouch for it, and it lands later.
             fate @ (2 | 3) => {
-                let outcome = if fate == 2 { failed(false) } else { died };
+                let mut outcome = if fate == 2 { failed(false) } else { died };
+                if let ComponentOutcome::Failed { is_source_free, .. } = &mut outcome
+                    && self.random.percent(50)
+                {
+                    *is_source_free = true;
+                    self.at(end, Happening::Sent(number));
+                }
                 self.at(end, Happening::Report(number, outcome));
                 let late = end + self.random.between(0, 8000);
                 self.at(late, Happening::Land(number));
@@ -99,6 +124,55 @@ impl World {
         }
         self.log(|| format!("write {number} of {key:?} has a fault"));
         Ok(())
+    }
+
+    /// Which permission of the decode rank a prefill's write comes in under.
+    fn permission_of(&self, site: Site, key: &ComponentKey) -> Option<Permission> {
+        let RankCore::Prefill(core) = &self.places[site].core else {
+            return None;
+        };
+        let generation = core.announced_generation(key.room, &key.endpoint)?;
+        let mut places = self.places.iter();
+        let decode = places.position(|place| place.endpoint == key.endpoint)?;
+        let life = self.places[decode].life;
+        let to = self.places[site].endpoint.clone();
+        Some((decode, life, key.room, generation, to))
+    }
+
+    /// A decode rank takes a permission back: what has come in already lands within a while, and
+    /// nothing after that.
+    pub fn take_back(&mut self, site: Site, room: Room, generation: Generation, to: Endpoint) {
+        let life = self.places[site].life;
+        let permission = (site, life, room, generation, to.clone());
+        self.closed.insert(permission.clone());
+        let over = self.now + self.random.between(1, 300);
+        let coming = self.works.iter().filter(|(_, work)| {
+            work.permission_opt.as_ref() == Some(&permission) && !work.has_landed
+        });
+        for number in coming.map(|(number, _)| *number).collect::<Vec<_>>() {
+            if self.random.percent(50) {
+                let most = (over - self.now).as_millis() as u64;
+                let when = self.now + self.random.between(0, most);
+                self.at(when, Happening::Land(number));
+            } else if let Some(work) = self.works.get_mut(&number) {
+                work.ranges.clear();
+                let when = self.now + self.random.between(0, 10);
+                self.at(when, Happening::Report(number, failed(true)));
+            }
+        }
+        let event = Event::TakenBack {
+            room,
+            generation,
+            endpoint: to,
+        };
+        self.at(over, Happening::Event(site, life, event));
+    }
+
+    /// The bytes of a write have left their source, and are on their way.
+    pub fn sent(&mut self, number: u64) {
+        if let Some(work) = self.works.get_mut(&number) {
+            work.has_left = true;
+        }
     }
 
     /// Which request of the decode rank the prefill takes this write to be for.
@@ -271,7 +345,7 @@ impl World {
             let writer = &self.places[work.site];
             let is_there = writer.is_alive && writer.life == work.life;
             // What left a process before it died had been read from its memory.
-            let source_opt = match is_there {
+            let source_opt = match is_there && !work.has_left {
                 true => writer.memory.source(range),
                 false => Some(work.request),
             };

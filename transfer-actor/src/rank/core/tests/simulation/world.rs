@@ -62,6 +62,7 @@ pub enum Happening {
     /// A rank of this life learns that the process with this engine has exited.
     Exit(Site, u32, (String, Endpoint, Life)),
     Land(u64),
+    Sent(u64),
     Report(u64, ComponentOutcome),
     /// A component actor of a rank that has panicked says that its work is over.
     Retired(Site, u32, ComponentReport),
@@ -107,7 +108,7 @@ pub struct Place {
     pub core: RankCore,
     pub memory: Memory,
     pub scripts: BTreeMap<u64, Script>,
-    pub links: HashMap<ComponentKey, std::sync::Arc<crate::rank::core::PeerLink>>,
+    pub links: HashMap<ComponentKey, (std::sync::Arc<crate::rank::core::PeerLink>, bool)>,
     pub misses: HashMap<Endpoint, u32>,
     /// Processes that it watches, by the keys of their engines.
     pub met: Vec<(String, Endpoint, Life)>,
@@ -131,6 +132,8 @@ pub struct World {
     /// Whom a prefill rank fed that has succeeded, and their own generations of the room.
     pub fed: HashMap<(Site, Request), Vec<Fed>>,
     pub bound: HashMap<(Site, u32, Room, Generation), Request>,
+    /// Permissions that were taken back.
+    pub closed: HashSet<Permission>,
     pub lanes: HashMap<(Site, u32, Endpoint), Duration>,
     pub cuts: HashMap<(Site, Site), Duration>,
     pub covered: HashSet<Pair>,
@@ -179,6 +182,7 @@ impl World {
             retired: HashMap::new(),
             fed: HashMap::new(),
             bound: HashMap::new(),
+            closed: HashSet::new(),
             lanes: HashMap::new(),
             cuts: HashMap::new(),
             covered: HashSet::new(),
@@ -248,6 +252,7 @@ impl World {
                 register,
                 allocation_policy: self.engines.policy.to_owned(),
                 first_generation: u64::from(life) << 32,
+                is_only_way_in: |_, peer| is_only_way_in(&peer.key),
             };
             let core = DecodeCore::new(identity, self.times, self.engines.limits);
             RankCore::Decode(Box::new(core))
@@ -357,6 +362,10 @@ impl World {
             | Happening::Leave(site, life)
             | Happening::Retired(site, life, _)
             | Happening::Answer(site, life, ..) => (*site, *life),
+            Happening::Sent(number) => {
+                self.sent(*number);
+                return Ok(());
+            }
             Happening::Land(number) | Happening::Report(number, _) => {
                 let Some(work) = self.works.get(number) else {
                     return Ok(());
@@ -474,7 +483,13 @@ impl World {
                 generation_opt,
                 about_opt,
             } => self.send(site, &to, message, generation_opt, about_opt),
-            Effect::Start { key, link } => {
+            Effect::Start {
+                key,
+                link,
+                grant_opt,
+            } => {
+                let is_granted = grant_opt.is_some_and(|grant| grant.key.is_some());
+                let link = (link, is_granted);
                 self.places[site].links.insert(key, link);
             }
             Effect::Work { key, work } => return self.begin(site, key, &work),
@@ -501,6 +516,12 @@ impl World {
                 life,
                 engine,
             } => self.met(site, endpoint, life, &engine.key),
+            Effect::TakeBack {
+                room,
+                generation,
+                endpoint,
+                ..
+            } => self.take_back(site, room, generation, endpoint),
             Effect::Changed { .. } => self.wake(site),
             Effect::WriteAux { .. } | Effect::Count(_) => {}
         }
@@ -671,6 +692,14 @@ impl World {
         self.at(self.now + TICK, Happening::Tick(site, life));
         Ok(())
     }
+}
+
+/// Who gave it, in which life, for which use of a room, to whom.
+pub type Permission = (Site, u32, Room, Generation, Endpoint);
+
+/// Whether what a prefill's engine writes passes the decode's hands; of a rank's lives some do.
+pub fn is_only_way_in(key: &str) -> bool {
+    key.bytes().map(u32::from).sum::<u32>().is_multiple_of(2)
 }
 
 fn engine_desc(site: Site, life: u32) -> EngineDesc {
