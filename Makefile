@@ -61,6 +61,7 @@ test: cargo system-packages sglang nextest test-python test-page test-sim test-l
 	$(FERRY_PYTHON) tests/conformance/endurance.py
 	$(CARGO) nextest run --workspace --locked --no-fail-fast
 	$(MAKE) --no-print-directory test-device
+	$(MAKE) --no-print-directory --jobs 2 --output-sync test-chaos test-links
 	@if [[ -s $(FERRY_SKIP_LOG) ]]; then \
 	  echo "skipped for what this machine lacks: $$(wc -l < $(FERRY_SKIP_LOG))"; cat $(FERRY_SKIP_LOG); \
 	  if [[ "$${CI:-}" == true ]]; then echo "no test may be skipped in CI"; exit 1; fi; \
@@ -105,10 +106,10 @@ test-limits: cargo nextest ## One rank under 1,000,000 orphan rooms, as many mal
 chaos-programs: cargo
 	$(BUILD_TESTS)
 
-test-chaos: chaos-programs ## Kills and stops real ranks and the bootstrap server under load for CHAOS_S=120 seconds (FERRY_SEED=n repeats choices)
+test-chaos: chaos-programs ## Kills and stops real ranks and the bootstrap server under load for CHAOS_S=120 seconds (FERRY_SEED=n repeats choices; part of `test`)
 	$(or $(CARGO_TARGET_DIR),target)/debug/ferry-chaos
 
-test-links: chaos-programs ## The same between network namespaces whose links are cut, over tcp (CHAOS_S=120)
+test-links: chaos-programs ## The same between network namespaces whose links are cut, over tcp (CHAOS_S=120; part of `test`)
 	$(or $(CARGO_TARGET_DIR),target)/debug/ferry-chaos --links
 
 test-rdma: cargo verbs-headers sglang ## Tests the rdma transport in virtual machines with soft-RoCE devices (STAGES="faults demo" picks)
