@@ -173,6 +173,44 @@ fn once_no_rank_of_it_was_reached_the_bootstrap_server_is_asked_again() {
     assert_eq!(status(&core), RoomStatus::Failed);
 }
 
+/// Places that a rank was never told of wait for nothing from it, however late that is known.
+#[test]
+fn a_rank_that_the_announcement_did_not_reach_writes_nothing() {
+    let now = Instant::now();
+    let mut core = remembered(now);
+    send_failed(&mut core, 10, now);
+    send_failed(&mut core, 11, now);
+    resolved(&mut core, 2, 2, [20, 21], now);
+    let is_safe = |core: &RankCore| core.view(room(2)).expect("it is open").release_safe;
+    send_failed(&mut core, 20, now);
+    assert_eq!(status(&core), RoomStatus::Failed);
+    assert!(!is_safe(&core), "the rank at 21 may have heard of it");
+    let effects = send_failed(&mut core, 21, now);
+    assert!(is_safe(&core));
+    let is_told = |effect: &Effect| matches!(effect, Effect::Changed { .. });
+    assert!(effects.iter().any(is_told), "the engine waits for it");
+}
+
+/// What failed before a room was announced says nothing of what it is told then.
+#[test]
+fn a_rank_that_is_told_after_all_is_waited_for() {
+    let now = Instant::now();
+    let mut core = decode();
+    open(&mut core, 1, now);
+    resolved(&mut core, 1, 1, [10, 11], now);
+    open(&mut core, 2, now);
+    send_failed(&mut core, 10, now);
+    let event = Event::Announce {
+        room: room(2),
+        announcement: Announcement::default(),
+    };
+    assert_eq!(infos(&core.handle(event, now).effects), [10, 11]);
+    assert!(
+        !asks(&send_failed(&mut core, 11, now)),
+        "the rank at 10 may write there"
+    );
+}
+
 /// The other rank may be writing to the announced pages: they are not given to anybody else.
 #[test]
 fn a_room_that_one_rank_of_it_has_heard_of_fails_with_the_rank_that_has_not() {

@@ -150,13 +150,22 @@ impl DecodeCore {
         let state = self
             .rooms
             .get_mut(&room)
-            .filter(|state| state.generation == generation && !state.poll.is_terminal());
+            .filter(|state| state.generation == generation);
         let Some(state) = state else {
             return effects;
         };
         let prefill = state.prefill_opt.as_ref();
         if !prefill.is_some_and(|prefill| prefill.has_rank_at(to)) {
             // An address that the room has given up.
+            return effects;
+        }
+        // A message before it may be lost, and the announcement arrive.
+        if !state.is_published || kind == TRANSFER_INFO {
+            state.untold.insert(to.clone());
+        }
+        if state.poll.is_terminal() {
+            // It may be what its places wait for.
+            effects.push(Effect::Changed { room });
             return effects;
         }
         let reason = format!("prefill rank {to} cannot be reached ({kind}): {reason}");
@@ -168,10 +177,6 @@ impl DecodeCore {
         // room is it safe to name the same pages to others.
         state.touched = now;
         state.unreached.entry(to.clone()).or_insert(reason);
-        // A message before it may be lost, and the announcement arrive.
-        if !state.is_published || kind == TRANSFER_INFO {
-            state.untold.insert(to.clone());
-        }
         let is_untold = |target: &PrefillTarget| state.untold.contains(&target.endpoint);
         if prefill.is_some_and(|prefill| prefill.targets.iter().all(is_untold)) {
             tracing::info!(%room, %to, "a remembered prefill is gone; its bootstrap server is asked again");

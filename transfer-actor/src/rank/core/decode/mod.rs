@@ -57,7 +57,7 @@ struct DecodeRoom {
     is_remembered: bool,
     /// Ranks of a remembered prefill that a message did not reach, and why.
     unreached: BTreeMap<Endpoint, String>,
-    /// Those of them that have certainly not been told where to write.
+    /// Ranks that have certainly not been told where to write.
     untold: BTreeSet<Endpoint>,
     prefill_opt: Option<Arc<ResolvedPrefill>>,
     announcement_opt: Option<Announcement>,
@@ -435,6 +435,8 @@ impl DecodeCore {
         }
         state.is_published = true;
         state.touched = now;
+        // What a rank was not sent before, it is sent now.
+        state.untold.clear();
         let given = grants.iter().filter(|(_, grant)| grant.key.is_some());
         state.grants = given
             .map(|(rank, _)| (*rank, grants::Stage::Given))
@@ -546,8 +548,15 @@ impl DecodeRoom {
                 &self.exited,
             ];
             let rank = target.unique_rank;
-            said.iter().any(|ranks| ranks.contains(&rank)) || self.is_taken_back(rank)
+            said.iter().any(|ranks| ranks.contains(&rank))
+                || self.is_taken_back(rank)
+                || self.is_untold(&target.endpoint)
         })
+    }
+
+    /// Whether the announcement is known not to have reached a rank: it was sent once.
+    fn is_untold(&self, endpoint: &Endpoint) -> bool {
+        self.is_published && self.untold.contains(endpoint)
     }
 
     /// The prefill rank of this number, if it is one of those that serve the room.
@@ -562,11 +571,13 @@ impl DecodeRoom {
             KvPoll::Success => true,
             KvPoll::Failed if !self.is_published => true,
             KvPoll::Failed => self.prefill_opt.as_ref().is_some_and(|prefill| {
-                let writers = prefill.targets.iter().filter(|target| !target.is_dummy);
-                let mut writers = writers.map(|target: &PrefillTarget| target.unique_rank);
+                let mut writers = prefill.targets.iter().filter(|target| !target.is_dummy);
                 let proofs = [&self.acknowledged, &self.successes, &self.exited];
-                let has_stopped = |rank| {
-                    proofs.iter().any(|ranks| ranks.contains(&rank)) || self.is_taken_back(rank)
+                let has_stopped = |target: &PrefillTarget| {
+                    let rank = target.unique_rank;
+                    proofs.iter().any(|ranks| ranks.contains(&rank))
+                        || self.is_taken_back(rank)
+                        || self.is_untold(&target.endpoint)
                 };
                 match holds(Rule::EveryWriterStops) {
                     true => writers.all(has_stopped),
