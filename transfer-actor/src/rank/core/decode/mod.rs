@@ -534,23 +534,16 @@ impl DecodeRoom {
         }
     }
 
-    /// Whether nothing more about this use can come from any prefill rank.
+    /// Whether nothing more about this use can come from any prefill rank. What one had sent before
+    /// its process ended may still be on its way.
     fn is_settled(&self) -> bool {
         let Some(prefill) = self.prefill_opt.as_ref().filter(|_| self.is_published) else {
             return true;
         };
         let mut writers = prefill.targets.iter().filter(|target| !target.is_dummy);
         writers.all(|target| {
-            let said = [
-                &self.successes,
-                &self.failures,
-                &self.acknowledged,
-                &self.exited,
-            ];
-            let rank = target.unique_rank;
-            said.iter().any(|ranks| ranks.contains(&rank))
-                || self.is_taken_back(rank)
-                || self.is_untold(&target.endpoint)
+            let said = [&self.successes, &self.failures, &self.acknowledged];
+            said.iter().any(|ranks| ranks.contains(&target.unique_rank))
         })
     }
 

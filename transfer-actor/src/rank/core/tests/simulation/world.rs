@@ -105,6 +105,8 @@ pub struct Place {
     pub died: Duration,
     pub stopped_until: Duration,
     pub endpoint: Endpoint,
+    /// Its first life at that address.
+    pub moved: u32,
     pub core: RankCore,
     pub memory: Memory,
     pub scripts: BTreeMap<u64, Script>,
@@ -262,6 +264,7 @@ impl World {
             engine,
             rank,
             life,
+            moved: life,
             is_alive: true,
             died: Duration::ZERO,
             stopped_until: Duration::ZERO,
@@ -352,7 +355,15 @@ impl World {
         !self.places[site].is_alive || self.places[site].life != life
     }
 
-    fn happen(&mut self, happening: Happening, sequence: u64) -> Result<(), String> {
+    fn happen(&mut self, mut happening: Happening, sequence: u64) -> Result<(), String> {
+        if let Happening::Deliver(site, life, ..) = &mut happening {
+            let place = &self.places[*site];
+            // A sender that had not connected yet finds the process that has come in its place.
+            let is_at_address = place.is_alive && *life >= place.moved;
+            if is_at_address && *life != place.life && self.random.percent(50) {
+                *life = place.life;
+            }
+        }
         let (site, life) = match &happening {
             Happening::Engine(site, life)
             | Happening::Tick(site, life)
@@ -686,8 +697,10 @@ impl World {
         };
         let (is_prefill, engine, rank) = (place.is_prefill, place.engine, place.rank);
         let died = place.died;
+        let moved = if port == old { place.moved } else { life };
         self.places[site] = self.place(is_prefill, engine, rank, site, life, port);
         self.places[site].died = died;
+        self.places[site].moved = moved;
         self.log(|| format!("site {site} lives again, life {life}, port {}", port + 1));
         self.at(self.now + TICK, Happening::Tick(site, life));
         Ok(())
