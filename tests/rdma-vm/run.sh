@@ -4,12 +4,14 @@
 # The guest's root is the host's, read-only under a layer that is thrown away, so that every path,
 # library and tool works as it is. What the guest writes to $OUT arrives in FOLDER. Its output comes
 # on stdout as it is made. Exit code: the program's; 124: it ran past SECONDS; 125: the machine
-# failed (the end of its console goes to stderr); 126: the machine hung.
+# failed (the end of its console goes to stderr); 126: the machine hung. Where the guest's kernel says
+# that it was a processor which hung, the machine is started anew, once: emulated ones do at times.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 boot=${RDMA_VM_CACHE:-$HOME/.cache/ferry-rdma-vm}/boot
 # Longer than booting ever takes: after this the machine hangs.
 boot_allowance=120
+arguments=("$@")
 seconds=120 memory=2G cpus=2 network=lo out= variables=()
 while getopts t:m:c:n:o:e: option; do
   case $option in
@@ -18,7 +20,7 @@ while getopts t:m:c:n:o:e: option; do
   esac
 done
 shift $((OPTIND - 1))
-[[ $# -ge 1 ]] || { sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 125; }
+[[ $# -ge 1 ]] || { sed -n '2,8s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 125; }
 [[ -e $boot/initrd.cpio ]] || { echo "vm: there is no initrd in $boot: run $here/setup.sh" >&2; exit 125; }
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/rdma-vm.XXXXXX")
@@ -62,5 +64,11 @@ if [[ -z $code ]]; then
     tail -40 "$work/console.log"
     cat "$work/qemu.log"
   } >&2
+  if [[ $code == 126 && -z ${VM_IS_SECOND:-} ]] &&
+    grep -qE 'soft lockup|detected stalls? on CPUs?|self-detected stall' "$work/console.log"; then
+    echo "vm: a processor of the emulated machine hung; it is started anew" >&2
+    rm -rf "$work"
+    VM_IS_SECOND=1 exec "${BASH_SOURCE[0]}" "${arguments[@]}"
+  fi
 fi
 exit "$code"

@@ -52,10 +52,23 @@ fn assert_moved_over(view: &RoomView, transport: &str) {
 }
 
 pub(super) fn wait_until_safe(engine: &SmallEngine, room: u64) -> RoomView {
-    wait_for("the places to be safe", || {
-        let view = engine.view(room).expect("it is known");
-        (view.status == RoomStatus::Failed && view.release_safe).then_some(view)
+    wait_until(engine, room, |view| {
+        view.status == RoomStatus::Failed && view.release_safe
     })
+}
+
+/// # Panics
+/// When the room is not like that in [`PATIENCE`]; it says how it is.
+fn wait_until(engine: &SmallEngine, room: u64, is_there: impl Fn(&RoomView) -> bool) -> RoomView {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let view = engine.view(room).expect("it is known");
+        if is_there(&view) {
+            return view;
+        }
+        assert!(Instant::now() < deadline, "after {PATIENCE:?}: {view:?}");
+        std::thread::park_timeout(Duration::from_millis(10));
+    }
 }
 
 /// Nothing of the pages came, and the next use of the same pages has its own bytes.
@@ -210,11 +223,15 @@ fn nothing_of_a_stopped_writer_lands_in_pages_that_were_called_safe(transport: &
             }
             pair.prefill_service.signal("CONT");
         });
-        // It is taken and fails, or comes too late.
+        // It is taken and written, or fails, or comes too late.
         let _ = pair.prefill.send(1, whole_chunk());
     });
     wait_until_safe(&pair.decode, 1);
-    wait_until_safe(&pair.prefill, 1);
+    // A prefill that has written everything before it hears of the abort has succeeded.
+    wait_until(&pair.prefill, 1, |view| {
+        let has_ended = matches!(view.status, RoomStatus::Failed | RoomStatus::Success);
+        has_ended && view.release_safe
+    });
     if is_revocable(transport) {
         assert!(pair.decode.content() == before, "something has landed");
     }
