@@ -4,6 +4,8 @@
 //! queue and keeps some of them unanswered. When a lane is idle, a very small batch is sent by
 //! whoever submits it, which saves waking the thread on its way out.
 
+mod staged;
+
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -13,10 +15,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use crate::device::packed::Packed;
-use crate::device::staging::{DEPTH, Way};
+use self::staged::{Ahead, Landing};
+use crate::device::staging::DEPTH;
 use crate::error::{TransportError, TransportErrorKind};
-use crate::foreign::Place;
 use crate::region::RegionKey;
 use crate::session::{Direction, Job};
 use crate::status::Status;
@@ -278,77 +279,6 @@ impl Lanes {
         }
     }
 
-    /// Begins to copy a piece out of device memory; it is sent later.
-    fn stage(
-        &self,
-        lane: &Lane,
-        ahead: &mut Ahead<'_>,
-        job: Arc<Job>,
-        status: Arc<Status>,
-        piece: &mut Piece,
-    ) -> io::Result<()> {
-        let places = local_places(&job, &piece.ranges, |range| range.src);
-        let packed = loop {
-            let taken = places
-                .as_ref()
-                .map_err(Clone::clone)
-                .and_then(|places| Packed::take(places, Way::Out, ahead.pieces.is_empty()));
-            match taken {
-                Ok(None) => {
-                    if let Err(error) = self.send_oldest(lane, ahead) {
-                        // It was taken, and nothing of it was sent.
-                        status.piece_done(Err(self.broken(&error).with_proof()));
-                        return Err(error);
-                    }
-                }
-                Ok(Some(packed)) => break Ok(packed),
-                Err(error) => break Err(error),
-            }
-        };
-        let packed = packed.and_then(|mut packed| {
-            let places = places.as_deref().unwrap_or_default();
-            // SAFETY: the ranges were just checked against regions that the job keeps.
-            unsafe { packed.gather(places, job.after_opt)? };
-            Ok(packed)
-        });
-        match packed {
-            Ok(packed) => ahead.pieces.push_back(StagedPiece {
-                packed,
-                job,
-                status,
-                piece: std::mem::take(piece),
-            }),
-            // Of this piece nothing was sent; the stream is as it was.
-            Err(error) => {
-                drop(job);
-                status.piece_done(Err(error));
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits for the oldest copy out of device memory and sends the piece.
-    fn send_oldest(&self, lane: &Lane, ahead: &mut Ahead<'_>) -> io::Result<()> {
-        let Some(mut staged) = ahead.pieces.pop_front() else {
-            return Ok(());
-        };
-        if let Err(error) = staged.packed.wait() {
-            let StagedPiece { status, job, .. } = staged;
-            drop(job);
-            status.piece_done(Err(error));
-            return Ok(());
-        }
-        let payload = (staged.packed.address(), staged.piece.bytes);
-        // The buffer is kept until all of it was sent.
-        self.send(
-            lane,
-            staged.job,
-            staged.status,
-            &staged.piece,
-            Some(payload),
-        )
-    }
-
     /// Sends a piece, and reads answers if too many are owed.
     fn send(
         &self,
@@ -467,131 +397,6 @@ impl Lanes {
         drop(job);
         status.piece_done(result);
         Ok(())
-    }
-}
-
-impl Lanes {
-    /// Reads the payload of the oldest piece, whose answer was read, and begins to copy it into
-    /// device memory.
-    fn receive_for_device(&self, lane: &Lane, state: &mut LaneState) -> io::Result<()> {
-        let Some(oldest) = state.unanswered.pop_front() else {
-            return Ok(());
-        };
-        state.unanswered_bytes -= oldest.bytes;
-        state.answered_opt = Some(Instant::now());
-        let places = local_places(&oldest.job, &oldest.ranges, |range| range.dst);
-        let places = places.map_err(io::Error::other);
-        let taken = places.and_then(|places| {
-            let packed = loop {
-                let may_wait = state.landing.is_empty();
-                match Packed::take(&places, Way::In, may_wait).map_err(io::Error::other)? {
-                    Some(packed) => break packed,
-                    None => state.finish_landing(),
-                }
-            };
-            let mut vectors = [io_vec(packed.address(), oldest.bytes)];
-            let deadline = Instant::now() + self.stall_timeout;
-            // SAFETY: a pinned buffer that is kept, with room for the piece.
-            unsafe { receive_all(&lane.stream, &mut vectors, deadline)? };
-            Ok((packed, places))
-        });
-        let Unanswered { status, job, .. } = oldest;
-        let (mut packed, places) = match taken {
-            Ok(taken) => taken,
-            Err(error) => {
-                // The payload was not read, so the stream is of no use any more.
-                drop(job);
-                status.piece_done(Err(self.broken(&error)));
-                return Err(error);
-            }
-        };
-        // SAFETY: the ranges were just checked against regions that the job keeps.
-        let begun = unsafe { packed.scatter(&places) };
-        state.landing.push_back(Landing {
-            packed,
-            job,
-            status,
-            begun,
-        });
-        if state.landing.len() >= DEPTH {
-            state.finish_landing();
-        }
-        Ok(())
-    }
-}
-
-/// Where the local ends of a piece's ranges are, with their bytes; `offset` says which end that is.
-fn local_places(
-    job: &Job,
-    ranges: &[PieceRange],
-    offset: impl Fn(&PieceRange) -> u64,
-) -> Result<Vec<(Place, u64)>, TransportError> {
-    let place = |range: &PieceRange| {
-        let region = &job.pair(range.pair)?.local;
-        Ok((region.place(offset(range), range.len)?, range.len))
-    };
-    ranges.iter().map(place).collect()
-}
-
-/// A piece whose copy out of device memory is under way; it was taken and is not sent.
-struct StagedPiece {
-    // In front of the job, so that regions are let go when nothing is under way any more.
-    packed: Packed,
-    job: Arc<Job>,
-    status: Arc<Status>,
-    piece: Piece,
-}
-
-/// What a lane has staged and not sent; it fails with the session.
-struct Ahead<'a> {
-    lanes: &'a Lanes,
-    pieces: VecDeque<StagedPiece>,
-}
-
-impl Drop for Ahead<'_> {
-    fn drop(&mut self) {
-        for staged in std::mem::take(&mut self.pieces) {
-            let reason = self.lanes.queue.closed_reason();
-            let reason = reason.unwrap_or_else(TransportError::closed_session);
-            let StagedPiece {
-                packed,
-                job,
-                status,
-                ..
-            } = staged;
-            // Waits for the copy.
-            drop(packed);
-            drop(job);
-            status.piece_done(Err(reason.with_proof()));
-        }
-    }
-}
-
-/// A piece whose copy into device memory is under way.
-struct Landing {
-    // In front of the job, so that regions are let go when nothing is under way any more.
-    packed: Packed,
-    job: Arc<Job>,
-    status: Arc<Status>,
-    begun: Result<(), TransportError>,
-}
-
-impl LaneState {
-    /// Waits for the oldest copy into device memory and reports its piece.
-    fn finish_landing(&mut self) {
-        let Some(landing) = self.landing.pop_front() else {
-            return;
-        };
-        let Landing {
-            mut packed,
-            job,
-            status,
-            begun,
-        } = landing;
-        let result = begun.and(packed.wait());
-        drop(packed);
-        drop(job);
-        status.piece_done(result);
     }
 }
 

@@ -1,18 +1,22 @@
 //! Memory of a device: our own, somebody else's, or another process's that was exported to us.
 
+mod export;
+mod mapped;
+
 use std::any::Any;
 use std::ffi::c_int;
 use std::fmt;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 
 use common::ids::{ByteLen, ByteOffset};
 
-use super::Device;
-use super::library::{Access, AllocationProperties, DEVICE_ORDINAL, DMA_BUF, FILE_DESCRIPTOR};
-use super::mover;
+pub use self::export::DeviceHandles;
+pub(crate) use self::export::{Exported, ExportedPart};
+use self::mapped::{Mapped, create_handle, granularity};
+use super::library::DEVICE_ORDINAL;
 use super::staging::Stage;
+use super::{Device, mover};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::memory;
 use crate::region::{DeviceRuntime, Location};
@@ -38,37 +42,6 @@ struct Held {
     _keeper: Box<dyn Any + Send + Sync>,
 }
 
-/// Device memory as it travels to another process: its allocations' descriptors, and what is to be
-/// said beside them.
-#[derive(Debug)]
-pub struct DeviceHandles {
-    /// Whose driver manages it.
-    pub runtime: DeviceRuntime,
-    /// What tells its device from every other.
-    pub device: [u8; 16],
-    /// How far behind the beginning of the first allocation it begins.
-    pub lead: ByteOffset,
-    /// How many bytes there are.
-    pub bytes: ByteLen,
-    /// The allocations, in order: a descriptor, and the bytes of each.
-    pub parts: Vec<(OwnedFd, ByteLen)>,
-}
-
-/// Memory as another process can map it: the allocations that it lies in, in order.
-#[derive(Debug)]
-pub(crate) struct Exported {
-    pub parts: Vec<ExportedPart>,
-    /// How far behind the beginning of the first one the memory begins.
-    pub lead: u64,
-}
-
-/// One allocation.
-#[derive(Debug)]
-pub(crate) struct ExportedPart {
-    pub descriptor: OwnedFd,
-    pub len: u64,
-}
-
 impl fmt::Debug for DeviceMemory {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -81,87 +54,6 @@ impl fmt::Debug for DeviceMemory {
 
 fn refused(message: String) -> TransportError {
     TransportError::quiesced(TransportErrorKind::Memory, message)
-}
-
-/// Handles that are mapped one behind the other.
-struct Mapped {
-    device: Device,
-    address: u64,
-    reserved: u64,
-    parts: Vec<u64>,
-}
-
-impl Mapped {
-    fn reserve(device: Device, len: u64) -> Result<Self, TransportError> {
-        let mut address = 0;
-        // SAFETY: the call writes one address, which lives for its length.
-        let code = unsafe { (device.calls().reserve)(&mut address, len as usize, 0, 0, 0) };
-        device.check("reserving a device's address space", code)?;
-        Ok(Self {
-            device,
-            address,
-            reserved: len,
-            parts: Vec::new(),
-        })
-    }
-
-    /// Maps a handle behind those before it, and lets it go: the mapping keeps its memory.
-    fn push(&mut self, handle: u64, len: u64) -> Result<(), TransportError> {
-        let calls = self.device.calls();
-        let place = self.address + self.parts.iter().sum::<u64>();
-        // SAFETY: the place is inside the reservation, behind what is mapped; the handle is one of
-        // the caller's, with at least so many bytes.
-        let code = unsafe { (calls.map)(place, len as usize, 0, handle, 0) };
-        let mapped = self.device.check("mapping device memory", code);
-        // SAFETY: the caller's handle, which is not used again.
-        let code = unsafe { (calls.release)(handle) };
-        mapped?;
-        self.parts.push(len);
-        self.device.check("releasing a handle", code)?;
-        let access = Access::read_and_write(self.device.number() as c_int);
-        // SAFETY: what was mapped just now, and a structure that lives for the length of the call.
-        let code = unsafe { (calls.set_access)(place, len as usize, &access, 1) };
-        self.device.check("making device memory accessible", code)
-    }
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        let calls = self.device.calls();
-        let mut place = self.address;
-        let mut last = Ok(());
-        for len in &self.parts {
-            // SAFETY: mapped by `push` with this length, and unmapped once; nothing that uses it is
-            // under way, because what is keeps this value.
-            let code = unsafe { (calls.unmap)(place, *len as usize) };
-            last = last.and(self.device.check("unmapping device memory", code));
-            place += len;
-        }
-        // SAFETY: reserved by `reserve` with this length; nothing is mapped there any more.
-        let code = unsafe { (calls.unreserve)(self.address, self.reserved as usize) };
-        if let Err(error) = last.and(self.device.check("freeing address space", code)) {
-            tracing::warn!(%error, "device memory was not freed");
-        }
-    }
-}
-
-/// The unit in which a device makes handles.
-fn granularity(device: Device) -> Result<u64, TransportError> {
-    let properties = AllocationProperties::exportable(device.number() as c_int);
-    let mut bytes = 0;
-    // SAFETY: the structure lives for the length of the call, which writes one number.
-    let code = unsafe { (device.calls().granularity)(&mut bytes, &properties, 0) };
-    device.check("asking for the unit of allocations", code)?;
-    Ok((bytes as u64).max(1))
-}
-
-fn create_handle(device: Device, len: u64) -> Result<u64, TransportError> {
-    let properties = AllocationProperties::exportable(device.number() as c_int);
-    let mut handle = 0;
-    // SAFETY: the structure lives for the length of the call, which writes one handle.
-    let code = unsafe { (device.calls().create)(&mut handle, len as usize, &properties, 0) };
-    device.check(&format!("allocating {len} bytes of device memory"), code)?;
-    Ok(handle)
 }
 
 impl DeviceMemory {
@@ -249,22 +141,6 @@ impl DeviceMemory {
         let memory = Self::hold(device, address, len.get(), keeper);
         memory.allocations()?;
         Ok(memory)
-    }
-
-    /// The memory for another process, which takes it by [`DeviceMemory::from_handles`].
-    ///
-    /// # Errors
-    /// The driver's, when it does not export it.
-    pub fn handles(&self) -> Result<DeviceHandles, TransportError> {
-        let exported = self.export()?;
-        let part = |part: ExportedPart| (part.descriptor, ByteLen(part.len));
-        Ok(DeviceHandles {
-            runtime: self.0.device.kind(),
-            device: self.device_uuid()?,
-            lead: ByteOffset(exported.lead),
-            bytes: self.len(),
-            parts: exported.parts.into_iter().map(part).collect(),
-        })
     }
 
     /// Maps memory that another process exported. It can be handed on, and stays when that process
@@ -448,147 +324,6 @@ impl DeviceMemory {
     /// What tells its device from every other, in this host's processes alike.
     pub(crate) fn device_uuid(&self) -> Result<[u8; 16], TransportError> {
         uuid(self.0.device)
-    }
-
-    /// Whether another process can map it. Tried once.
-    ///
-    /// # Errors
-    /// Why the driver does not export it.
-    pub(crate) fn check_exportable(&self) -> Result<(), TransportError> {
-        let tried = self.0.exportable.get_or_init(|| self.export().map(|_| ()));
-        tried.clone()
-    }
-
-    /// The allocations that it lies in, in order: where each begins and how long it is.
-    fn allocations(&self) -> Result<Vec<(u64, u64)>, TransportError> {
-        let device = self.0.device;
-        let _entered = device.enter()?;
-        let end = self
-            .0
-            .address
-            .checked_add(self.0.len)
-            .filter(|_| self.0.len > 0);
-        let end = end.ok_or_else(|| refused(format!("{} bytes of device memory", self.0.len)))?;
-        let mut found = Vec::new();
-        let mut reached = self.0.address;
-        while reached < end {
-            let (mut base, mut len) = (0, 0);
-            // SAFETY: the call writes an address and a length, which live for its length.
-            let code = unsafe { (device.calls().allocation_of)(&mut base, &mut len, reached) };
-            device.check(&format!("asking for the allocation at {reached:#x}"), code)?;
-            let behind = base
-                .checked_add(len as u64)
-                .filter(|behind| *behind > reached);
-            let behind = behind
-                .ok_or_else(|| refused(format!("device memory at {reached:#x} has no end")))?;
-            found.push((base, len as u64));
-            reached = behind;
-        }
-        Ok(found)
-    }
-
-    /// The parts of a range that lie in one allocation each, in order.
-    #[cfg(any(feature = "rdma", test))]
-    pub(crate) fn chunks(
-        &self,
-        offset: ByteOffset,
-        len: ByteLen,
-    ) -> Result<Vec<(ByteOffset, ByteLen)>, TransportError> {
-        let start = self.device_address(offset.get(), len.get())?;
-        let end = start + len.get();
-        let parts = self.allocations()?.into_iter().filter_map(|(base, len)| {
-            let (from, to) = (base.max(start), base.saturating_add(len).min(end));
-            (from < to).then(|| (ByteOffset(from - self.0.address), ByteLen(to - from)))
-        });
-        Ok(parts.collect())
-    }
-
-    /// The memory for another process.
-    ///
-    /// # Errors
-    /// The driver's, when it does not export it.
-    pub(crate) fn export(&self) -> Result<Exported, TransportError> {
-        if let Some(imported) = &self.0.handed_on_opt {
-            let copy = |part: &ExportedPart| {
-                Ok(ExportedPart {
-                    descriptor: part.descriptor.try_clone()?,
-                    len: part.len,
-                })
-            };
-            let parts = imported.parts.iter().map(copy);
-            let parts = parts.collect::<io::Result<_>>();
-            return Ok(Exported {
-                parts: parts.map_err(|error| TransportError::io("handing memory on", &error))?,
-                lead: imported.lead,
-            });
-        }
-        let device = self.0.device;
-        let calls = device.calls();
-        let allocations = self.allocations()?;
-        let _entered = device.enter()?;
-        let mut parts = Vec::with_capacity(allocations.len());
-        for (base, len) in &allocations {
-            let mut handle = 0;
-            // SAFETY: the call writes one handle, which lives for its length.
-            let code = unsafe { (calls.retain)(&mut handle, *base) };
-            device.check("taking the handle of device memory", code)?;
-            let mut descriptor: c_int = -1;
-            // SAFETY: of this form the call writes one int, which lives for its length.
-            let code = unsafe {
-                let descriptor = std::ptr::from_mut(&mut descriptor).cast();
-                (calls.export)(descriptor, handle, FILE_DESCRIPTOR, 0)
-            };
-            let exported = device.check("exporting device memory", code);
-            // SAFETY: retained above, and let go once.
-            unsafe { (calls.release)(handle) };
-            exported?;
-            // SAFETY: the driver just made this descriptor for us.
-            let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-            parts.push(ExportedPart {
-                descriptor,
-                len: *len,
-            });
-        }
-        let first = allocations
-            .first()
-            .map_or(self.0.address, |(base, _)| *base);
-        Ok(Exported {
-            parts,
-            lead: self.0.address - first,
-        })
-    }
-
-    /// A range as a dma-buf for a network device, with the offset of the range in it: drivers export
-    /// whole pages only. A range that lies in several allocations is refused.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn dma_buf(
-        &self,
-        offset: ByteOffset,
-        len: ByteLen,
-    ) -> Result<(OwnedFd, ByteOffset), TransportError> {
-        const PAGE: u64 = 4096;
-        let address = self.device_address(offset.get(), len.get())?;
-        let device = self.0.device;
-        let range_handle = device.calls().range_handle_opt.ok_or_else(|| {
-            refused(format!(
-                "the driver of {device:?} is too old to export dma-bufs"
-            ))
-        })?;
-        let _entered = device.enter()?;
-        let start = address / PAGE * PAGE;
-        let end = (address + len.get()).next_multiple_of(PAGE);
-        let mut descriptor: c_int = -1;
-        // SAFETY: of this form the call writes one int, which lives for its length.
-        let code = unsafe {
-            let descriptor = std::ptr::from_mut(&mut descriptor).cast();
-            range_handle(descriptor, start, (end - start) as usize, DMA_BUF, 0)
-        };
-        device.check("exporting device memory as a dma-buf", code)?;
-        // SAFETY: the driver just made this descriptor for us.
-        let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-        Ok((descriptor, ByteOffset(address - start)))
     }
 }
 

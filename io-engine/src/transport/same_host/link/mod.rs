@@ -1,5 +1,8 @@
 //! The side that writes: proves the peer, learns its regions, and lets them go when told to.
 
+mod proof;
+mod table;
+
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -10,22 +13,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::ids::ByteLen;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_bytes::ByteBuf;
 
-use crate::device::{DeviceMemory, device_by_uuid};
+pub(crate) use self::proof::prove;
+use self::proof::{connect_within, prove_reach};
+use self::table::{Known, MappedPool, Place};
 use crate::error::{TransportError, TransportErrorKind};
 use crate::foreign::AnyMemory;
-use crate::memory::Memory;
-use crate::region::{DeviceRuntime, RegionKey, RemoteRegion, TAG_MAGIC};
+use crate::region::TAG_MAGIC;
 use crate::session::Job;
 use crate::status::Status;
 use crate::sys;
-use crate::transport::cma::explain;
 use crate::transport::same_host::{
-    DevicePoolRow, MAX_TO_WRITER_BYTES, TableRow, ToOwner, ToWriter, Way, is_meant, receive,
-    receive_with, send,
+    MAX_TO_WRITER_BYTES, ToOwner, ToWriter, Way, is_meant, receive, receive_with, send,
 };
 
 /// Begins a batch whose regions are known.
@@ -65,44 +65,6 @@ struct State {
     /// Batches that were admitted and have not ended.
     admitted: usize,
     ended_opt: Option<TransportError>,
-}
-
-struct Known {
-    key: RegionKey,
-    place: Place,
-    len: u64,
-    writers: usize,
-    is_forgotten: bool,
-}
-
-/// Where a region of the peer is.
-#[derive(Clone)]
-enum Place {
-    /// In the peer's address space.
-    Address(u64),
-    /// In a pool that is mapped here.
-    Mapped {
-        pool: AnyMemory,
-        offset: u64,
-        len: u64,
-    },
-    /// In device memory that could not be mapped here.
-    Unreachable(TransportError),
-}
-
-/// A pool of the peer, as this process has it: mapped, or why it could not be.
-type MappedPool = Result<AnyMemory, TransportError>;
-
-/// Where a region is in a pool; `None` when it is not inside.
-fn place_in(pool: &MappedPool, offset: u64, len: u64) -> Option<Place> {
-    match pool {
-        Ok(pool) => {
-            pool.place(offset, len).ok()?;
-            let pool = pool.clone();
-            Some(Place::Mapped { pool, offset, len })
-        }
-        Err(error) => Some(Place::Unreachable(error.clone())),
-    }
 }
 
 struct Waiting {
@@ -401,221 +363,11 @@ impl Link {
         }
     }
 
-    /// Maps the pools that a table will name.
-    fn map(&self, pools: &[(u64, u64)], descriptors: Vec<OwnedFd>) -> Result<(), TransportError> {
-        if self.way != Way::Mapping || pools.len() != descriptors.len() {
-            return Err(self.nonsense("of its pools"));
-        }
-        for ((pool, bytes), descriptor) in pools.iter().zip(descriptors) {
-            if self.state().pools.contains_key(pool) {
-                continue;
-            }
-            let memory = Memory::from_fd(descriptor, ByteLen(*bytes))?;
-            memory.populate();
-            let mapped = Ok(AnyMemory::Pool(memory));
-            self.state().pools.insert(*pool, mapped);
-        }
-        Ok(())
-    }
-
-    /// Maps a device's pool once all its parts are here. What cannot be mapped fails the batches
-    /// that name it, and nothing else.
-    fn map_device(
-        &self,
-        row: &DevicePoolRow,
-        descriptors: Vec<OwnedFd>,
-    ) -> Result<(), TransportError> {
-        if !row.refusal.is_empty() {
-            let error = TransportError::quiesced(
-                TransportErrorKind::Device,
-                format!("the peer cannot share its device memory: {}", row.refusal),
-            );
-            self.state().pools.entry(row.pool).or_insert(Err(error));
-            return Ok(());
-        }
-        let uuid = <[u8; 16]>::try_from(row.device.as_slice()).ok();
-        let is_sound = self.way == Way::Mapping && row.parts.len() == descriptors.len();
-        let Some(uuid) = uuid.filter(|_| is_sound) else {
-            return Err(self.nonsense("of its device memory"));
-        };
-        let mut state = self.state();
-        let parts = descriptors.into_iter().zip(row.parts.iter().copied());
-        state.device_parts.extend(parts);
-        if !row.is_last {
-            return Ok(());
-        }
-        let parts = std::mem::take(&mut state.device_parts);
-        if state.pools.contains_key(&row.pool) {
-            return Ok(());
-        }
-        drop(state);
-        let parts: Vec<_> = parts.iter().map(|(fd, len)| (fd.as_fd(), *len)).collect();
-        let runtime = DeviceRuntime::from_name(Some(&row.runtime));
-        let imported = device_by_uuid(runtime, &uuid)
-            .and_then(|device| DeviceMemory::import(device, &parts, row.lead, row.bytes));
-        if let Err(error) = &imported {
-            tracing::warn!(pid = self.pid, %error, "a peer's device memory cannot be mapped");
-        }
-        let mapped = imported.map(AnyMemory::Device);
-        self.state().pools.insert(row.pool, mapped);
-        Ok(())
-    }
-
     fn nonsense(&self, of_what: &str) -> TransportError {
         TransportError::quiesced(
             TransportErrorKind::Protocol,
             format!("process {} told nonsense {of_what}", self.pid),
         )
-    }
-
-    /// Takes in a table and decides on the batches that waited for it.
-    fn learn(self: &Arc<Self>, number: u64, rows: Vec<TableRow>) -> Result<(), TransportError> {
-        let mut state = self.state();
-        for row in rows {
-            let key = <[u8; 16]>::try_from(row.key.as_slice()).ok();
-            let end = row.place.checked_add(row.bytes);
-            let place = match self.way {
-                Way::Process => Some(Place::Address(row.place)),
-                Way::Mapping => state
-                    .pools
-                    .get(&row.pool)
-                    .and_then(|pool| place_in(pool, row.place, row.bytes)),
-            };
-            let (Some(key), Some(_), Some(place)) = (key, end, place) else {
-                return Err(self.nonsense(&format!("of region {}", row.id)));
-            };
-            // A number is given once, so what is known of it does not change.
-            state.regions.entry(row.id).or_insert(Known {
-                key: RegionKey(key),
-                place,
-                len: row.bytes,
-                writers: 0,
-                is_forgotten: false,
-            });
-        }
-        // A pool is held by its regions, which may have gone meanwhile.
-        state
-            .pools
-            .retain(|_, pool| pool.as_ref().is_ok_and(AnyMemory::is_shared));
-        let mut decided = Vec::new();
-        for batch in std::mem::take(&mut state.waiting) {
-            if batch.table > number {
-                state.waiting.push_back(batch);
-                continue;
-            }
-            let admitted = self.try_admit(&mut state, &batch.job);
-            decided.push((batch, admitted));
-        }
-        drop(state);
-        for (batch, admitted) in decided {
-            match admitted {
-                Ok(Some(admitted)) => (self.begin)(admitted, batch.job, batch.status),
-                Ok(None) => batch.status.fail(TransportError::quiesced(
-                    TransportErrorKind::NotRegistered,
-                    format!("process {} has no such region", self.pid),
-                )),
-                Err(error) => batch.status.fail(error),
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The process that has an engine's socket, pinned; nothing of it is reached into.
-pub(crate) fn prove(
-    name: &str,
-    instance: [u8; 16],
-    timeout: Duration,
-) -> Result<(i32, OwnedFd), TransportError> {
-    let failed = |what: &str| {
-        let what = format!("same-host proof over @{name}: {what}");
-        move |error: io::Error| TransportError::io(what, &error)
-    };
-    let refused = |kind, what: &str| {
-        TransportError::quiesced(kind, format!("same-host proof over @{name}: {what}"))
-    };
-    let stream = connect_within(name, timeout).map_err(failed("connect"))?;
-    let credentials = sys::peer_credentials(&stream).map_err(failed("credentials"))?;
-    if credentials.pid <= 0 {
-        let what = "the peer is in another pid namespace";
-        return Err(refused(TransportErrorKind::Unreachable, what));
-    }
-    let pidfd = sys::pidfd(credentials.pid).map_err(failed("pidfd_open"))?;
-    let hello = ToOwner::Hello(TAG_MAGIC.to_owned(), ByteBuf::from(instance), Way::Mapping);
-    send(&stream, &hello).map_err(failed("hello"))?;
-    // The answer also shows that the process lived after the pidfd was taken.
-    let answer = receive(&stream, MAX_TO_WRITER_BYTES).map_err(failed("welcome"))?;
-    match answer {
-        ToWriter::Welcome(magic, told, ..) if is_meant(&magic, &told, &instance) => {
-            Ok((credentials.pid, pidfd))
-        }
-        _ => Err(refused(
-            TransportErrorKind::Protocol,
-            "the socket belongs to another engine than the descriptor",
-        )),
-    }
-}
-
-/// Reads the peer's secret in its memory, as proof that its memory can be reached.
-fn prove_reach(pid: i32, address: u64, secret: &[u8]) -> Result<(), TransportError> {
-    let mut seen = [0; 16];
-    let read = sys::read_from_process(pid, address, &mut seen)
-        .map_err(|error| explain("process_vm_readv from", pid, &error))?;
-    if read != seen.len() || *secret != seen {
-        return Err(TransportError::quiesced(
-            TransportErrorKind::Protocol,
-            format!("the memory of process {pid} does not hold what its socket says"),
-        ));
-    }
-    Ok(())
-}
-
-/// A Unix socket's connect waits while the listener's backlog is full, so it needs a timeout too.
-fn connect_within(name: &str, timeout: Duration) -> io::Result<UnixStream> {
-    let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
-    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(timeout))?;
-    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(timeout))?;
-    rustix::net::connect(&socket, &address)?;
-    Ok(UnixStream::from(socket))
-}
-
-impl Known {
-    /// The place of a region, if it is what the descriptor says.
-    fn check(&self, remote: &RemoteRegion) -> Result<Place, TransportError> {
-        let refused = |kind, what: String| Err(TransportError::quiesced(kind, what));
-        let id = remote.id;
-        let key_opt = remote.key_opt.as_ref();
-        if !key_opt.is_some_and(|key| self.key.matches(key)) {
-            return refused(
-                TransportErrorKind::BadKey,
-                format!("wrong key for region {id}"),
-            );
-        }
-        if self.is_forgotten {
-            return refused(
-                TransportErrorKind::NotRegistered,
-                format!("region {id} was deregistered"),
-            );
-        }
-        if remote.len > self.len {
-            return refused(
-                TransportErrorKind::OutOfBounds,
-                format!(
-                    "region {id} has {} bytes at the peer, its descriptor says {}",
-                    self.len, remote.len
-                ),
-            );
-        }
-        match &self.place {
-            Place::Unreachable(error) => Err(error.clone()),
-            place => Ok(place.clone()),
-        }
     }
 }
 
