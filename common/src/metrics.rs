@@ -29,6 +29,15 @@ pub const ROOM_BOOTSTRAP_SECONDS: &str = "ferry_room_bootstrap_seconds";
 pub const ROOM_LATE_MESSAGES: &str = "ferry_room_late_messages_total";
 /// Rooms that a peer announced and that were dropped before the engine opened them; label role.
 pub const ROOM_ORPHANS: &str = "ferry_room_orphans_total";
+/// Chunks that had to wait for bytes on their way to arrive, counted for each decode rank that they
+/// go to; label role.
+pub const CHUNK_WAITS: &str = "ferry_chunk_waits_total";
+/// Those that wait now; label role.
+pub const CHUNKS_WAITING: &str = "ferry_chunk_waiting_current_count";
+/// Bytes on their way, as far as pages, slots and rows tell; label role.
+pub const IN_FLIGHT_BYTES: &str = "ferry_chunk_in_flight_bytes";
+/// Commands of engines that were refused for a limit; labels role, reason.
+pub const LIMIT_REFUSALS: &str = "ferry_limit_refusals_total";
 /// Control messages; labels role, kind, direction.
 pub const CONTROL_MESSAGES: &str = "ferry_control_messages_total";
 /// Control messages that were dropped as malformed; labels role, kind.
@@ -156,6 +165,10 @@ pub const ALL: &[&str] = &[
     ROOM_BOOTSTRAP_SECONDS,
     ROOM_LATE_MESSAGES,
     ROOM_ORPHANS,
+    CHUNK_WAITS,
+    CHUNKS_WAITING,
+    IN_FLIGHT_BYTES,
+    LIMIT_REFUSALS,
     CONTROL_MESSAGES,
     CONTROL_MALFORMED,
     CONTROL_IGNORED_FRAMES,

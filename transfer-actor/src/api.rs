@@ -353,13 +353,20 @@ pub struct AbortRoom {
     pub reason: Option<String>,
 }
 
-/// `POST /v1/drain`; the body may be left out.
+/// `POST /v1/drain`, and `POST /v1/ranks/{rank}/drain`; the body may be left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Drain {
     /// Seconds that open rooms have to finish; without it those of `--drain-timeout`.
     #[serde(default)]
     pub timeout_s: Option<u32>,
+}
+
+/// Answer to `POST /v1/ranks/{rank}/drain`, once the rank has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drained {
+    /// Rooms that had not ended when time was up; they have failed.
+    pub unfinished: usize,
 }
 
 /// Query of `GET /v1/ranks/{rank}/rooms/{room}`: a long poll.

@@ -17,8 +17,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::api::{
-    AbortRoom, Announce, AttachReply, AttachRequest, Chunk, ErrorBody, OpenRoom, RoomStatus,
-    RoomView,
+    AbortRoom, Announce, AttachReply, AttachRequest, Chunk, Drain, Drained, ErrorBody, OpenRoom,
+    RoomStatus, RoomView,
 };
 use crate::bootstrap_access::plain_http;
 
@@ -245,6 +245,22 @@ impl RankClient {
             return Ok(());
         }
         answer::<serde_json::Value>(response).await.map(|_| ())
+    }
+
+    /// Lets the rank finish its rooms and end: it takes no new ones, and after this time those that
+    /// are open fail. How many those were. The engine may attach again then, in the other role.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub async fn drain(&self, timeout: Duration) -> Result<usize, ClientError> {
+        let drain = Drain {
+            timeout_s: Some(u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX)),
+        };
+        let path = format!("/v1/ranks/{}/drain", self.rank);
+        let request = self.http.post(url(&path)).json(&drain);
+        let request = request.timeout(timeout + ANSWER_GRACE);
+        let drained: Drained = answer(request.send().await?).await?;
+        Ok(drained.unfinished)
     }
 
     fn room_path(&self, room: u64, suffix: &str) -> String {

@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use io_engine::{FaultSpec, NicMap, TransportKind};
 use zmtp::PushOptions;
 
-use crate::rank::Timeouts;
+use crate::rank::{Limits, Timeouts, WhenFull};
 
 const DEFAULT_METRICS_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 9401);
 const DEFAULT_BIND: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
@@ -121,6 +121,61 @@ pub struct ServeConfig {
         value_parser = clap::value_parser!(u64).range(..=86_400)
     )]
     pub drain_timeout: u64,
+    /// Rooms that a rank holds at most; an engine that opens one more is refused (429).
+    #[arg(
+        long,
+        value_name = "COUNT",
+        env = "FERRY_MAX_ROOMS",
+        default_value_t = 65_536
+    )]
+    pub max_rooms: u32,
+    /// Rooms that a rank has open with one peer (a decode rank, or a prefill engine) at most; one
+    /// more fails at once, with this as its reason.
+    #[arg(
+        long,
+        value_name = "COUNT",
+        env = "FERRY_MAX_ROOMS_PER_PEER",
+        default_value_t = 65_536
+    )]
+    pub max_rooms_per_peer: u32,
+    /// MiB that a prefill rank has on their way at most, as far as its pages, slots and rows tell;
+    /// a chunk that is larger goes alone.
+    #[arg(
+        long,
+        value_name = "MIB",
+        env = "FERRY_MAX_IN_FLIGHT_MIB",
+        default_value_t = 65_536
+    )]
+    pub max_in_flight_mib: u32,
+    /// The same, to one decode rank.
+    #[arg(
+        long,
+        value_name = "MIB",
+        env = "FERRY_MAX_IN_FLIGHT_MIB_PER_PEER",
+        default_value_t = 16_384
+    )]
+    pub max_in_flight_mib_per_peer: u32,
+    /// What becomes of a chunk beyond them: it waits, or is refused (429) and may be handed over
+    /// again.
+    #[arg(long, value_enum, env = "FERRY_WHEN_FULL", default_value_t = WhenFull::Wait)]
+    pub when_full: WhenFull,
+    /// Chunks of a prefill rank that wait at most, counted for each decode rank that they go to;
+    /// one more is refused (429) and may be handed over again.
+    #[arg(
+        long,
+        value_name = "COUNT",
+        env = "FERRY_MAX_QUEUED_CHUNKS",
+        default_value_t = 65_536
+    )]
+    pub max_queued_chunks: u32,
+    /// The same, for one decode rank.
+    #[arg(
+        long,
+        value_name = "COUNT",
+        env = "FERRY_MAX_QUEUED_CHUNKS_PER_PEER",
+        default_value_t = 8192
+    )]
+    pub max_queued_chunks_per_peer: u32,
     /// Seconds between two looks at whether the prefill ranks of a decode's open rooms are there.
     #[arg(
         long,
@@ -179,6 +234,21 @@ impl ServeConfig {
         }
     }
 
+    /// How much each rank holds.
+    pub fn limits(&self) -> Limits {
+        let mib = |count: u32| u64::from(count) << 20;
+        Limits {
+            rooms: self.max_rooms as usize,
+            rooms_per_peer: self.max_rooms_per_peer as usize,
+            in_flight_bytes: mib(self.max_in_flight_mib),
+            in_flight_bytes_per_peer: mib(self.max_in_flight_mib_per_peer),
+            queued_chunks: self.max_queued_chunks as usize,
+            queued_chunks_per_peer: self.max_queued_chunks_per_peer as usize,
+            when_full: self.when_full,
+            ..Limits::default()
+        }
+    }
+
     /// How peers are sent to.
     pub fn push_options(&self) -> PushOptions {
         let send_timeout = Duration::from_secs(self.send_timeout);
@@ -221,6 +291,13 @@ mod tests {
     #[test]
     fn the_command_line_is_sound() {
         <Cli as clap::CommandFactory>::command().debug_assert();
+    }
+
+    /// Or the wheel and the service would bound differently.
+    #[test]
+    fn the_limits_of_a_plain_command_line_are_the_defaults() {
+        let Command::Serve(config) = Cli::parse_from(["transfer-actor", "serve"]).command;
+        assert_eq!(config.limits(), Limits::default());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! What the rank actors of a process count. Names and labels are `common::metrics`'.
 
 use common::metrics as names;
+use common::schema::StateKind;
 use io_engine::TransferResult;
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
@@ -35,7 +36,20 @@ pub struct TransferMetrics {
     pub(crate) device_left: IntCounterVec,
     pub(crate) device_up: IntGaugeVec,
     pub(crate) rank_panics: IntCounterVec,
+    pub(crate) chunk_waits: IntCounterVec,
+    pub(crate) chunks_waiting: IntGaugeVec,
+    pub(crate) in_flight_bytes: IntGaugeVec,
+    pub(crate) limit_refusals: IntCounterVec,
 }
+
+/// The limits that a command of an engine can meet.
+const REFUSALS: [(Role, &str); 5] = [
+    (Role::Prefill, "too_many_rooms"),
+    (Role::Prefill, "in_flight_limit"),
+    (Role::Prefill, "too_many_chunks"),
+    (Role::Decode, "too_many_rooms"),
+    (Role::Decode, "too_many_rooms_with_peer"),
+];
 
 /// What the io engine counts for the whole process, read when somebody asks.
 struct DeviceMetrics {
@@ -268,11 +282,22 @@ impl TransferMetrics {
             )?,
             peers: gauge(names::PEERS, "sessions to peers", &[role, transport])?,
             ranks: gauge(names::RANKS, "ranks in this process", &[role])?,
-            component_panics: counter(
-                names::COMPONENT_PANICS,
-                "component actors that died without an answer",
-                &[component],
-            )?,
+            component_panics: {
+                let panics = counter(
+                    names::COMPONENT_PANICS,
+                    "component actors that died without an answer",
+                    &[component],
+                )?;
+                // An increase from nothing is none to Prometheus; the first one is to be seen, too.
+                let states = StateKind::ALL.map(StateKind::name);
+                for label in [names::COMPONENT_KV, names::COMPONENT_AUX]
+                    .iter()
+                    .chain(&states)
+                {
+                    panics.with_label_values(&[*label]);
+                }
+                panics
+            },
             device_bytes: counter(
                 names::RDMA_DEVICE_BYTES,
                 "bytes written or read over a network device",
@@ -293,7 +318,39 @@ impl TransferMetrics {
                 "ranks that can use a network device",
                 &[names::LABEL_DEVICE],
             )?,
-            rank_panics: counter(names::RANK_PANICS, "rank actors that panicked", &[role])?,
+            rank_panics: {
+                let panics = counter(names::RANK_PANICS, "rank actors that panicked", &[role])?;
+                for role in [Role::Prefill, Role::Decode] {
+                    panics.with_label_values(&[role.name()]);
+                }
+                panics
+            },
+            chunk_waits: {
+                let waits = counter(
+                    names::CHUNK_WAITS,
+                    "chunks that had to wait for bytes on their way to arrive",
+                    &[role],
+                )?;
+                waits.with_label_values(&[Role::Prefill.name()]);
+                waits
+            },
+            chunks_waiting: gauge(
+                names::CHUNKS_WAITING,
+                "chunks that wait for bytes on their way to arrive",
+                &[role],
+            )?,
+            in_flight_bytes: gauge(names::IN_FLIGHT_BYTES, "bytes on their way", &[role])?,
+            limit_refusals: {
+                let refusals = counter(
+                    names::LIMIT_REFUSALS,
+                    "commands of engines that were refused for a limit",
+                    &[role, reason],
+                )?;
+                for (role, reason) in REFUSALS {
+                    refusals.with_label_values(&[role.name(), reason]);
+                }
+                refusals
+            },
         })
     }
 }

@@ -11,7 +11,8 @@ use transfer_actor::api::RoomStatus;
 use transfer_actor::client::ClientError;
 
 use super::{
-    Pair, begin, begin_and_stall, content_after_crossing, on_every_transport, whole_chunk,
+    Pair, SmallEngine, begin, begin_and_stall, content_after_crossing, cross, on_every_transport,
+    whole_chunk,
 };
 
 on_every_transport!(
@@ -19,6 +20,7 @@ on_every_transport!(
     a_decode_that_drains_finishes_its_rooms_and_opens_no_others,
     a_drain_ends_at_its_deadline_and_the_other_side_is_told,
     a_second_signal_ends_a_drain_at_once,
+    ranks_switch_their_roles_and_back_without_a_leak,
 );
 
 /// Far less than a drain may take by default, on a busy machine.
@@ -152,4 +154,88 @@ fn a_drain_that_is_asked_for_over_http_waits_as_long_as_it_says() {
     let view = pair.decode.wait(1, RoomStatus::Success);
     let reason = view.reason.unwrap_or_default();
     assert!(reason.contains("shutting down"), "{reason:?}");
+}
+
+/// Whether anything of a pool is mapped in the service.
+fn pools_mapped(service: &TransferService) -> usize {
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", service.pid()));
+    let maps = maps.expect("it is running");
+    maps.lines()
+        .filter(|line| line.contains("memfd:pool"))
+        .count()
+}
+
+/// Each service serves a prefill and a decode in turn. The room that is open when its rank is asked
+/// to switch is finished in the old role, and what the old role held is given back.
+fn ranks_switch_their_roles_and_back_without_a_leak(transport: &str) {
+    let mut pair = Pair::start_over(transport, &[], &[]);
+    let switch = |pair: &mut Pair| {
+        begin(&pair.prefill, &pair.decode, 1);
+        std::thread::scope(|scope| {
+            let drains = [&pair.prefill_service, &pair.decode_service].map(|service| {
+                let rank = service.ranks()[0];
+                let path = format!("/v1/ranks/{rank}/drain");
+                let request = Request::post(&path, &json!({ "timeout_s": 60 }));
+                let api = service.api_socket();
+                scope.spawn(move || request.send_unix(&api))
+            });
+            wait_for("both ranks to drain", || {
+                let services = [&pair.prefill_service, &pair.decode_service];
+                let is_draining = |service: &TransferService| {
+                    let listed = service.send(&Request::get("/v1/ranks"));
+                    let listed: Value = serde_json::from_slice(&listed.body).expect("json");
+                    listed["ranks"][0]["state"]["draining"] == json!(true)
+                };
+                services.into_iter().all(is_draining).then_some(())
+            });
+            assert_refused(pair.prefill.try_open(2));
+            assert_refused(pair.decode.try_open(2));
+            finish(pair);
+            for drained in drains {
+                let reply = drained.join().expect("no panic").expect("an answer");
+                assert_eq!(reply.status, 200, "{}", reply.text());
+                assert_eq!(reply.text(), r#"{"unfinished":0}"#);
+            }
+        });
+        for service in [&pair.prefill_service, &pair.decode_service] {
+            wait_for("the rank to go", || {
+                service.ranks().is_empty().then_some(())
+            });
+        }
+        std::mem::swap(&mut pair.prefill_service, &mut pair.decode_service);
+        pair.prefill = SmallEngine::prefill(&pair.prefill_service, &pair.server);
+        pair.decode = SmallEngine::decode(&pair.decode_service, &pair.server);
+        cross(&pair.prefill, &pair.decode, 1);
+    };
+    switch(&mut pair);
+    switch(&mut pair);
+    let held = |service: &TransferService| {
+        let (threads, descriptors) = service.resources();
+        [threads, descriptors, pools_mapped(service)]
+    };
+    let before = [held(&pair.prefill_service), held(&pair.decode_service)];
+    for _ in 0..3 {
+        switch(&mut pair);
+        switch(&mut pair);
+    }
+    wait_for("what the old roles held to be given back", || {
+        let now = [held(&pair.prefill_service), held(&pair.decode_service)];
+        let mut both = now.iter().flatten().zip(before.iter().flatten());
+        both.all(|(now, before)| *now <= before + 2).then_some(())
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_finish_in_time_ends_all_the_same() {
+    let pair = Pair::start(&["--inject-fault", "stall:kv"]);
+    begin_and_stall(&pair, 1);
+    let unfinished = pair.prefill.drain(Duration::from_secs(1));
+    assert_eq!(unfinished.expect("it answers"), 1);
+    let view = pair.decode.wait(1, RoomStatus::Success);
+    assert_eq!(view.status, RoomStatus::Failed, "{view:?}");
+    let reason = view.reason.unwrap_or_default();
+    assert!(reason.contains("drained"), "{reason:?}");
+    wait_for("the rank to go", || {
+        pair.prefill_service.ranks().is_empty().then_some(())
+    });
 }

@@ -16,6 +16,7 @@ on_every_transport!(
     pages_of_a_room_that_the_decode_gives_up_are_safe_once_its_write_has_stopped,
     pages_of_a_room_that_the_prefill_gives_up_are_safe_once_its_write_has_stopped,
     a_failed_write_names_its_component_on_both_sides_at_once,
+    a_component_that_stalls_fails_its_room_in_time_and_frees_it,
     a_killed_prefill_fails_its_rooms_and_its_successor_is_used,
     pages_of_a_stopped_writer_are_held_until_it_goes_on,
     pages_of_a_stopped_writer_are_held_until_it_is_dead,
@@ -132,6 +133,21 @@ fn a_failed_write_names_its_component_on_both_sides_at_once(transport: &str) {
         engine.clear(1);
     }
     cross(&pair.prefill, &pair.decode, 2);
+}
+
+fn a_component_that_stalls_fails_its_room_in_time_and_frees_it(transport: &str) {
+    let arguments = ["--inject-fault", "stall:kv", "--transfer-timeout", "1"];
+    let pair = Pair::start_over(transport, &arguments, &[]);
+    begin_and_stall(&pair, 1);
+    let begun = Instant::now();
+    for engine in [&pair.prefill, &pair.decode] {
+        let view = wait_until_safe(engine, 1);
+        let reason = view.reason.unwrap_or_default();
+        assert!(reason.contains("within 1 s"), "{reason:?}");
+    }
+    let bound = Duration::from_secs(1) + bound(transport);
+    assert!(begun.elapsed() < bound, "{:?}", begun.elapsed());
+    assert_untouched_and_used_again(&pair, transport);
 }
 
 fn a_killed_prefill_fails_its_rooms_and_its_successor_is_used(transport: &str) {

@@ -6,6 +6,7 @@ mod attach;
 mod drain;
 mod engine_death;
 mod lifecycle;
+mod limits;
 mod live_metrics;
 mod rdma_links;
 mod reports;
@@ -214,6 +215,10 @@ impl SmallEngine {
     fn clear(&self, room: u64) {
         let cleared = self.client.clear(room);
         self.runtime.block_on(cleared).expect("it is cleared");
+    }
+
+    fn drain(&self, timeout: Duration) -> Result<usize, ClientError> {
+        self.runtime.block_on(self.client.drain(timeout))
     }
 
     fn view(&self, room: u64) -> Result<RoomView, ClientError> {

@@ -35,7 +35,7 @@ use crate::error::ApiError;
 use crate::messages::{DrainRank, Handle, Observe, StopRank, WaitFor};
 use crate::rank::core::{Announcement, Census, ChunkCommand, Event, OpenCommand, PeerSummary};
 
-pub use crate::rank::core::{Limits, Timeouts};
+pub use crate::rank::core::{Limits, Timeouts, WhenFull};
 pub(crate) use actor::RankActor;
 pub(crate) use exits::Exit;
 pub(crate) use supervisor::RankAddress;
@@ -100,6 +100,8 @@ pub struct RankSnapshot {
     pub sessions: Vec<SessionSummary>,
     /// Component actors that run.
     pub components: usize,
+    /// Whether it takes no new rooms, because it is about to end.
+    pub draining: bool,
 }
 
 /// An open session.
@@ -161,6 +163,13 @@ impl RankHandle {
     /// Whether the rank's actor runs. One that panicked does not until its successor is up.
     pub fn is_alive(&self) -> bool {
         self.address.current().is_some()
+    }
+
+    /// Whether the rank's thread gets round to a question in this time. One that does not is held up
+    /// by something, and so are all of its rooms.
+    pub async fn answers_within(&self, time: Duration) -> bool {
+        let answered = tokio::time::timeout(time, self.address.send(Observe)).await;
+        answered.is_ok_and(|answer| answer.is_ok())
     }
 
     /// Whether the rank lives and hears its peers no more.

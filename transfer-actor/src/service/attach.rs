@@ -245,7 +245,7 @@ async fn attach(
         control_bind: config.bind,
         control_ports_opt: config.control_ports.clone(),
         timeouts: config.timeouts(),
-        limits: crate::rank::Limits::default(),
+        limits: config.limits(),
         planner: common::plan::PlannerOptions {
             strict_lengths: config.strict_lengths,
         },

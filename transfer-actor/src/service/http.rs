@@ -14,8 +14,9 @@ use anyhow::{Context, Result};
 use prometheus::{Encoder, TextEncoder};
 use serde_json::json;
 
-use crate::api::{AbortRoom, Announce, Chunk, Drain, OpenRoom, RoomQuery, RoomView};
+use crate::api::{AbortRoom, Announce, Chunk, Drain, Drained, OpenRoom, RoomQuery, RoomView};
 use crate::error::ApiError;
+use crate::rank::RankHandle;
 use crate::service::Service;
 
 /// Bytes of one body at most: a million indices take some 8 MB.
@@ -26,6 +27,8 @@ const MAX_POLL: Duration = Duration::from_secs(300);
 /// Handlers never block, so few threads serve many engines.
 const WORKERS: usize = 2;
 const SHUTDOWN_SECONDS: u64 = 1;
+/// A rank that has not answered a question within this time is held up by something.
+const ANSWER_BOUND: Duration = Duration::from_secs(2);
 /// Time for a new connection's first request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -64,6 +67,7 @@ pub(super) fn api_server(service: Arc<Service>, listener: UnixListener) -> Resul
                 .route("/v1/drain", web::post().to(drain))
                 .route("/v1/ranks", web::get().to(ranks))
                 .route("/v1/ranks/{rank}", web::get().to(rank))
+                .route("/v1/ranks/{rank}/drain", web::post().to(drain_rank))
                 .route("/v1/ranks/{rank}/rooms", web::post().to(open))
                 .route("/v1/ranks/{rank}/rooms/{room}", web::get().to(room))
                 .route("/v1/ranks/{rank}/rooms/{room}", web::delete().to(clear))
@@ -132,24 +136,18 @@ async fn metrics(service: Data<Service>) -> Result<HttpResponse, ApiError> {
         .body(text))
 }
 
-/// Healthy while every rank's actor runs and hears, and engines can attach: the control path
-/// counts, not the peers.
+/// Healthy while every rank's actor runs, hears and gets round to what it is asked, and engines can
+/// attach: the control path counts, not the peers.
 async fn health(service: Data<Service>) -> HttpResponse {
     let ranks = service.ranks();
-    let dead: Vec<u32> = ranks
-        .iter()
-        .filter(|(_, rank)| !rank.is_alive())
-        .map(|(number, _)| *number)
-        .collect();
-    let deaf = ranks.iter().filter(|(_, rank)| rank.is_deaf());
-    let deaf: Vec<u32> = deaf.map(|(number, _)| *number).collect();
+    let ill = Ill::among(&ranks).await;
     let is_accepting = service.is_accepting.load(Ordering::Acquire);
-    let is_whole = dead.is_empty() && deaf.is_empty() && is_accepting;
     let body = json!({
-        "healthy": is_whole && service.is_open(),
+        "healthy": ill.is_nobody() && is_accepting && service.is_open(),
         "ranks": ranks.len(),
-        "dead_ranks": dead,
-        "deaf_ranks": deaf,
+        "dead_ranks": ill.dead,
+        "deaf_ranks": ill.deaf,
+        "stuck_ranks": ill.stuck,
         "accepts_engines": is_accepting,
         "draining": service.is_draining(),
         "shutting_down": service.is_ending(),
@@ -162,16 +160,47 @@ async fn health(service: Data<Service>) -> HttpResponse {
     }
 }
 
-/// Asks the process to finish its rooms and to end, as a signal does.
-async fn drain(service: Data<Service>, body: Bytes) -> Result<HttpResponse, ApiError> {
+/// How long a drain may take.
+fn drain_timeout(service: &Service, body: &Bytes) -> Result<Duration, ApiError> {
     let drain = match body.is_empty() {
         true => Drain::default(),
-        false => serde_json::from_slice(&body)
+        false => serde_json::from_slice(body)
             .map_err(|error| ApiError::new(400, "bad_request", format!("the body: {error}")))?,
     };
     let asked_opt = drain.timeout_s.map(u64::from);
     let timeout_s = asked_opt.unwrap_or(service.config.drain_timeout);
-    let timeout = Duration::from_secs(timeout_s);
+    Ok(Duration::from_secs(timeout_s))
+}
+
+/// Lets one rank finish its rooms, and ends it; its engine may attach again, in either role.
+async fn drain_rank(
+    service: Data<Service>,
+    path: Path<u32>,
+    body: Bytes,
+) -> Result<Json<Drained>, ApiError> {
+    let rank = service.rank(*path)?;
+    let timeout = drain_timeout(&service, &body)?;
+    // By itself, so that a rank that drains ends even if who asked does not wait for it.
+    let drained = actix_web::rt::spawn(async move {
+        let reason = "this rank drains, it takes no new rooms";
+        let unfinished = rank.drain(reason, timeout).await;
+        rank.stop("the rank was drained").await;
+        Drained { unfinished }
+    });
+    let drained = drained.await.map_err(|error| {
+        ApiError::new(
+            500,
+            "drain_failed",
+            format!("the drain ended early: {error}"),
+        )
+    })?;
+    Ok(Json(drained))
+}
+
+/// Asks the process to finish its rooms and to end, as a signal does.
+async fn drain(service: Data<Service>, body: Bytes) -> Result<HttpResponse, ApiError> {
+    let timeout = drain_timeout(&service, &body)?;
+    let timeout_s = timeout.as_secs();
     // The first to ask says how long; a signal cuts it short.
     service.drain_asked.send_if_modified(|asked| {
         let is_first = asked.is_none();
@@ -180,6 +209,46 @@ async fn drain(service: Data<Service>, body: Bytes) -> Result<HttpResponse, ApiE
     });
     let body = json!({ "draining": true, "timeout_s": timeout_s });
     Ok(HttpResponse::Accepted().json(body))
+}
+
+/// Ranks that something is wrong with, by their numbers.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Ill {
+    /// No actor runs: between a panic and its restart, or for good.
+    pub dead: Vec<u32>,
+    /// They hear their peers no more.
+    pub deaf: Vec<u32>,
+    /// Something holds their threads up.
+    pub stuck: Vec<u32>,
+}
+
+impl Ill {
+    pub(crate) async fn among(ranks: &[(u32, RankHandle)]) -> Self {
+        let mut ill = Self::default();
+        let asked = ranks.iter().filter(|(_, rank)| rank.is_alive());
+        let asked = asked
+            .map(|(number, rank)| async { (*number, rank.answers_within(ANSWER_BOUND).await) });
+        let answered = futures::future::join_all(asked).await;
+        let stuck = answered
+            .into_iter()
+            .filter(|(_, has_answered)| !has_answered);
+        ill.stuck.extend(stuck.map(|(number, _)| number));
+        for (number, rank) in ranks {
+            if !rank.is_alive() {
+                ill.dead.push(*number);
+            }
+            if rank.is_deaf() {
+                ill.deaf.push(*number);
+            }
+        }
+        // One that ended meanwhile is dead, and no more.
+        ill.stuck.retain(|number| !ill.dead.contains(number));
+        ill
+    }
+
+    pub(crate) fn is_nobody(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 async fn ranks(service: Data<Service>) -> HttpResponse {

@@ -26,6 +26,8 @@ use crate::metrics::TransferMetrics;
 use crate::rank::RankHandle;
 use crate::shutdown::Shutdown;
 
+#[cfg(test)]
+pub(crate) use http::Ill;
 pub use layout::{LayoutError, engine_key, place_layout, register_buffers};
 
 /// What peers are told whose rooms come too late.

@@ -46,6 +46,10 @@ impl RankActor {
                     .with_label_values(&[role])
                     .inc_by(*rooms as u64);
             }
+            Counted::Waiting { portions } => {
+                let waits = self.metrics.chunk_waits.with_label_values(&[role]);
+                waits.inc_by(*portions as u64);
+            }
             Counted::Late { kind } => {
                 self.metrics
                     .late_messages
@@ -113,9 +117,22 @@ impl RankActor {
             gauge.add(now as i64 - before as i64);
         }
         self.last_census = census;
+        let (bytes, waiting) = self.core.in_flight();
+        self.publish_in_flight(i64::try_from(bytes).unwrap_or(i64::MAX), waiting as i64);
         self.sessions.tidy(Instant::now());
         self.publish_sessions(self.sessions.count());
         self.publish_rails(false);
+    }
+
+    pub(super) fn publish_in_flight(&mut self, bytes: i64, waiting: i64) {
+        let role = [self.role()];
+        let (bytes_before, waiting_before) = self.last_in_flight;
+        let metrics = &self.metrics;
+        let in_flight = metrics.in_flight_bytes.with_label_values(&role);
+        in_flight.add(bytes - bytes_before);
+        let chunks = metrics.chunks_waiting.with_label_values(&role);
+        chunks.add(waiting - waiting_before);
+        self.last_in_flight = (bytes, waiting);
     }
 
     /// What the engine's network devices have done since the last time.

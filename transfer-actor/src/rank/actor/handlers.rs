@@ -153,6 +153,7 @@ impl Handler<Observe> for RankActor {
             registered_with,
             sessions: self.sessions.list(),
             components: self.components.len(),
+            draining: self.core.is_draining(),
         })
     }
 }

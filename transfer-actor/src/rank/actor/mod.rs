@@ -59,6 +59,9 @@ const LONGEST_RESEND: Duration = Duration::from_secs(5);
 /// What a peer said before it ended is to be heard first: it may hold the cause.
 const LAST_WORDS: Duration = Duration::from_millis(50);
 
+/// The status of what is refused for a limit.
+const TOO_MANY: u16 = 429;
+
 /// How often a peer that ended its connection is looked for, with such pauses between.
 const LOOKS: usize = 8;
 
@@ -106,6 +109,8 @@ pub(crate) struct RankActor {
     pub(super) components: HashMap<ComponentKey, Addr<ComponentActor>>,
     pub(super) published: std::collections::HashSet<String>,
     pub(super) last_census: [usize; 5],
+    /// Bytes on their way, and chunks that wait, as they were last published.
+    pub(super) last_in_flight: (i64, i64),
     waiters: HashMap<Room, Vec<Waiter>>,
     last_sessions: [i64; TransportKind::ALL.len()],
     last_rails: Vec<RailReport>,
@@ -152,6 +157,7 @@ impl RankActor {
             components: HashMap::new(),
             published: std::collections::HashSet::new(),
             last_census: [0; 5],
+            last_in_flight: (0, 0),
             waiters: HashMap::new(),
             last_sessions: [0; TransportKind::ALL.len()],
             last_rails: Vec::new(),
@@ -170,7 +176,14 @@ impl RankActor {
         for effect in reaction.effects {
             self.perform(effect, context);
         }
-        reaction.error_opt.map_or(Ok(()), Err)
+        let Some(error) = reaction.error_opt else {
+            return Ok(());
+        };
+        if error.status == TOO_MANY {
+            let labels = [self.role(), error.code];
+            self.metrics.limit_refusals.with_label_values(&labels).inc();
+        }
+        Err(error)
     }
 
     fn apply_quietly(&mut self, event: Event, context: &mut Context<Self>) {
@@ -650,6 +663,7 @@ impl Actor for RankActor {
                 .with_label_values(&[role, poll.name()])
                 .sub(before as i64);
         }
+        self.publish_in_flight(0, 0);
         self.publish_sessions([0; TransportKind::ALL.len()]);
         self.publish_rails(true);
         // The thread is this rank's own; its control socket closes with it, so that peers notice.
@@ -686,6 +700,7 @@ impl Drop for RankActor {
             components: std::mem::take(&mut self.components),
             published: std::mem::take(&mut self.published),
             last_census: self.last_census,
+            last_in_flight: self.last_in_flight,
             waiters: std::mem::take(&mut self.waiters),
             last_sessions: self.last_sessions,
             last_rails: std::mem::take(&mut self.last_rails),

@@ -445,6 +445,11 @@ pub enum Counted {
         /// The message's kind.
         kind: &'static str,
     },
+    /// A chunk waits for bytes on their way to arrive.
+    Waiting {
+        /// For how many decode ranks.
+        portions: usize,
+    },
     /// Rooms that a peer announced were dropped before the engine opened them.
     Orphaned {
         /// How many.

@@ -6,6 +6,7 @@
 
 mod decode;
 mod event;
+mod flight;
 mod prefill;
 mod prefill_room;
 #[cfg(test)]
@@ -79,6 +80,29 @@ pub struct Limits {
     pub peers: usize,
     /// Tombstones.
     pub tombstones: usize,
+    /// Rooms that are open with one peer: a decode rank, or a prefill engine.
+    pub rooms_per_peer: usize,
+    /// Bytes that a prefill rank has on their way, as far as their pages, slots and rows tell.
+    pub in_flight_bytes: u64,
+    /// The same, to one decode rank.
+    pub in_flight_bytes_per_peer: u64,
+    /// Chunks that wait for bytes on their way to arrive, counted for each decode rank that they
+    /// go to.
+    pub queued_chunks: usize,
+    /// The same, for one decode rank.
+    pub queued_chunks_per_peer: usize,
+    /// What becomes of a chunk beyond the bytes.
+    pub when_full: WhenFull,
+}
+
+/// What becomes of a chunk for which there is no space.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum WhenFull {
+    /// It waits until bytes have arrived.
+    #[default]
+    Wait,
+    /// It is refused; the engine may hand it over again.
+    Refuse,
 }
 
 impl Default for Limits {
@@ -89,6 +113,12 @@ impl Default for Limits {
             early_bytes: 256 * 1024 * 1024,
             peers: 16_384,
             tombstones: 65_536,
+            rooms_per_peer: 65_536,
+            in_flight_bytes: 64 << 30,
+            in_flight_bytes_per_peer: 16 << 30,
+            queued_chunks: 65_536,
+            queued_chunks_per_peer: 8192,
+            when_full: WhenFull::Wait,
         }
     }
 }
@@ -159,11 +189,27 @@ impl RankCore {
     }
 
     /// Whether the rank takes no new rooms.
-    #[cfg(test)]
     pub(crate) fn is_draining(&self) -> bool {
         match self {
             Self::Prefill(core) => core.is_draining(),
             Self::Decode(core) => core.is_draining(),
+        }
+    }
+
+    /// Pieces of work that have not begun, for want of space.
+    #[cfg(test)]
+    fn waiting_work(&self) -> usize {
+        match self {
+            Self::Prefill(core) => core.waiting_work(),
+            Self::Decode(_) => 0,
+        }
+    }
+
+    /// Bytes on their way, and chunks that wait for them to arrive.
+    pub fn in_flight(&self) -> (u64, usize) {
+        match self {
+            Self::Prefill(core) => core.in_flight(),
+            Self::Decode(_) => (0, 0),
         }
     }
 
@@ -252,6 +298,13 @@ pub(crate) fn draining(room: Room, reason: &str) -> ApiError {
         503,
         "draining",
         format!("room {room} is not opened: {reason}; use another rank"),
+    )
+}
+
+/// Why no further room is opened with a peer.
+pub(crate) fn too_many_with_peer(peer: &str, limit: usize) -> String {
+    format!(
+        "{limit} rooms are open with {peer}, the limit for one peer; wait until some have ended"
     )
 }
 

@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 use common::ids::{ComponentId, Endpoint, Generation, Room};
 use common::plan::{KvChunk, PlanError};
 use common::room::{DeferredBootstrap, advance};
+use common::schema::{RankLayout, TensorLayout};
 use common::wire::{ControlMessage, KvPoll, Status, TransferInfo};
 
 use crate::rank::core::event::{
     ChunkCommand, ComponentKey, ComponentOutcome, Counted, Effect, PeerLink, Work,
 };
+use crate::rank::core::flight::Portion;
 use crate::rank::core::rules::{Rule, holds};
 
 /// A decode rank that this room feeds.
@@ -42,7 +44,48 @@ pub(super) struct Moved {
     pub elapsed: Duration,
     pub transport: &'static str,
     pub pending: usize,
+    /// Bytes of each of them that has begun, ascending.
+    pub under_way: Vec<u64>,
     pub outcome_opt: Option<&'static str>,
+}
+
+/// What one item of each component takes on this rank: no less than is read for it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ItemBytes {
+    page: u64,
+    states: Vec<u64>,
+    row: u64,
+}
+
+impl ItemBytes {
+    pub fn of(layout: &RankLayout) -> Self {
+        let sum = |tensors: &[TensorLayout]| {
+            let items = tensors.iter().map(|tensor| tensor.item_len.get());
+            items.fold(0, u64::saturating_add)
+        };
+        Self {
+            page: sum(&layout.kv.tensors),
+            states: layout
+                .states
+                .iter()
+                .map(|state| sum(&state.tensors))
+                .collect(),
+            row: sum(&layout.aux),
+        }
+    }
+
+    /// About how many bytes a piece of work moves.
+    fn of_work(&self, component: ComponentId, work: &Work) -> u64 {
+        let (item, count) = match (work, component) {
+            (Work::Kv { src_pages, .. }, _) => (self.page, src_pages.len()),
+            (Work::State { src, .. }, ComponentId::State(index)) => {
+                let item = self.states.get(usize::from(index)).copied();
+                (item.unwrap_or_default(), src.len())
+            }
+            (Work::State { .. } | Work::Aux { .. }, _) => (self.row, 1),
+        };
+        item.saturating_mul(count as u64)
+    }
 }
 
 /// One use of a room.
@@ -66,6 +109,8 @@ pub(super) struct PrefillRoom {
     pub is_last_sent: bool,
     /// Pieces of work without a report.
     pub pending: usize,
+    /// Parts of chunks whose work has not begun, for want of space.
+    pub waiting: usize,
     pub moved: BTreeMap<(Endpoint, ComponentId), Moved>,
     /// Who waits for an acknowledgement of its ABORT.
     pub abort_askers: Vec<(Endpoint, i64)>,
@@ -101,6 +146,7 @@ impl PrefillRoom {
             position: 0,
             is_last_sent: false,
             pending: 0,
+            waiting: 0,
             moved: BTreeMap::new(),
             abort_askers: Vec::new(),
             is_poisoned: false,
@@ -256,12 +302,14 @@ impl PrefillRoom {
     pub fn plan_chunk(
         &self,
         chunk: &ChunkCommand,
-    ) -> Result<Vec<(ComponentKey, Work)>, ChunkError> {
-        let mut works = Vec::new();
+        item_bytes: &ItemBytes,
+    ) -> Result<Vec<Portion>, ChunkError> {
+        let mut portions = Vec::new();
         for target in &self.targets {
             let Some(link) = &target.link_opt else {
                 continue;
             };
+            let mut works = Vec::new();
             let endpoint = &target.info.endpoint;
             let decode_prefix_len = target.info.decode_prefix_len.unwrap_or_default();
             if !chunk.kv_indices.is_empty() {
@@ -284,8 +332,21 @@ impl PrefillRoom {
             if chunk.is_last {
                 self.plan_last(target, link, chunk, &mut works)?;
             }
+            if works.is_empty() {
+                continue;
+            }
+            let works = works.into_iter().map(|(key, work)| {
+                let bytes = item_bytes.of_work(key.component, &work);
+                (key, work, bytes)
+            });
+            portions.push(Portion {
+                room: self.room,
+                generation: self.generation,
+                endpoint: endpoint.clone(),
+                works: works.collect(),
+            });
         }
-        Ok(works)
+        Ok(portions)
     }
 
     /// Components and aux go with the last chunk.
@@ -347,11 +408,11 @@ impl PrefillRoom {
         Ok(())
     }
 
-    /// Accepts a planned chunk.
-    pub fn begin_chunk(
+    /// Accepts a planned chunk, of which nothing has begun.
+    pub fn accept_chunk(
         &mut self,
         chunk: &ChunkCommand,
-        works: Vec<(ComponentKey, Work)>,
+        portions: &[Portion],
         now: Instant,
         effects: &mut Vec<Effect>,
     ) {
@@ -363,7 +424,7 @@ impl PrefillRoom {
         self.position += chunk.kv_indices.len();
         self.is_last_sent = chunk.is_last;
         self.advance(KvPoll::Transferring, effects);
-        for (key, work) in works {
+        for (key, ..) in portions.iter().flat_map(|portion| &portion.works) {
             self.pending += 1;
             let moved = self
                 .moved
@@ -374,26 +435,77 @@ impl PrefillRoom {
                     elapsed: Duration::ZERO,
                     transport: "none",
                     pending: 0,
+                    under_way: Vec::new(),
                     outcome_opt: None,
                 });
             moved.pending += 1;
+        }
+    }
+
+    /// Begins what of an accepted chunk goes to one decode rank.
+    pub fn begin(&mut self, portion: Portion, now: Instant, effects: &mut Vec<Effect>) {
+        self.touched = now;
+        for (key, work, bytes) in portion.works {
+            if let Some(moved) = self.moved_of(&key) {
+                let place = moved.under_way.partition_point(|other| *other < bytes);
+                moved.under_way.insert(place, bytes);
+            }
             effects.push(Effect::Work { key, work });
         }
     }
 
-    /// Takes a component's report; the failure that it tells of, if it does.
+    /// What was accepted and has not begun never will.
+    pub fn give_up(&mut self, portion: &Portion) {
+        self.waiting -= 1;
+        for (key, ..) in &portion.works {
+            self.pending -= 1;
+            if let Some(moved) = self.moved_of(key) {
+                moved.pending -= 1;
+                moved.outcome_opt.get_or_insert("aborted");
+            }
+        }
+    }
+
+    fn moved_of(&mut self, key: &ComponentKey) -> Option<&mut Moved> {
+        self.moved.get_mut(&(key.endpoint.clone(), key.component))
+    }
+
+    /// Whether some work has begun and has not been reported.
+    pub fn has_begun(&self) -> bool {
+        self.moved.values().any(|moved| !moved.under_way.is_empty())
+    }
+
+    /// Takes a component's report: the bytes that are not on their way any more, and the failure
+    /// that it tells of, if it does.
     pub fn report(
         &mut self,
         key: &ComponentKey,
         outcome: &ComponentOutcome,
         now: Instant,
-    ) -> Option<String> {
-        let moved = self.moved.get_mut(&(key.endpoint.clone(), key.component))?;
-        if moved.pending == 0 {
-            return None;
-        }
+    ) -> (u64, Option<String>) {
+        let moved_opt = self.moved.get_mut(&(key.endpoint.clone(), key.component));
+        let Some(moved) = moved_opt.filter(|moved| moved.pending > 0) else {
+            return (0, None);
+        };
+        // What waits for space has not begun, and is no actor's to report.
+        let ended = match outcome {
+            ComponentOutcome::Retired { .. } | ComponentOutcome::Died { .. } => {
+                moved.under_way.len()
+            }
+            ComponentOutcome::Moved { .. } | ComponentOutcome::Failed { .. } => {
+                if moved.under_way.is_empty() {
+                    return (0, None);
+                }
+                1
+            }
+        };
         self.touched = now;
-        match outcome {
+        // Reports do not say which piece they are about: to take the smallest off leaves the count
+        // never below what is there.
+        let ended_bytes = moved.under_way.drain(..ended).sum();
+        moved.pending -= ended;
+        self.pending -= ended;
+        let failure_opt = match outcome {
             ComponentOutcome::Moved {
                 bytes,
                 ranges,
@@ -401,8 +513,6 @@ impl PrefillRoom {
                 transport,
                 ..
             } => {
-                moved.pending -= 1;
-                self.pending -= 1;
                 moved.bytes += bytes;
                 moved.ranges += ranges;
                 moved.elapsed += *elapsed;
@@ -417,8 +527,6 @@ impl PrefillRoom {
                 transport,
                 ..
             } => {
-                moved.pending -= 1;
-                self.pending -= 1;
                 moved.transport = transport;
                 moved.outcome_opt = Some(if self.poll == KvPoll::Failed {
                     "aborted"
@@ -430,8 +538,6 @@ impl PrefillRoom {
                 Some(reason.clone())
             }
             ComponentOutcome::Retired { is_quiesced } => {
-                self.pending -= moved.pending;
-                moved.pending = 0;
                 moved.outcome_opt = Some("aborted");
                 self.is_poisoned |= !is_quiesced;
                 self.is_source_held |= !is_quiesced;
@@ -439,15 +545,14 @@ impl PrefillRoom {
             }
             ComponentOutcome::Died { panicked } => {
                 // What it had begun may still be written: nobody is left to say that it is not.
-                self.pending -= moved.pending;
-                moved.pending = 0;
                 moved.outcome_opt = Some("failed");
-                self.is_poisoned = true;
-                self.is_source_held = true;
+                self.is_poisoned |= ended > 0;
+                self.is_source_held |= ended > 0;
                 let how = if *panicked { "panicked" } else { "ended" };
                 Some(format!("its actor {how} before it had reported"))
             }
-        }
+        };
+        (ended_bytes, failure_opt)
     }
 
     /// Stops what runs and ends what waits.

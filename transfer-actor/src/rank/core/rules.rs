@@ -64,6 +64,12 @@ pub(crate) enum Rule {
     LostMayBeLate,
     /// A rank that drains takes no new rooms.
     DrainTakesNoRooms,
+    /// No more bytes are on their way than may be.
+    InFlightIsBounded,
+    /// What waits begins when there is space.
+    WaitingBegins,
+    /// No more rooms are open with one peer than may be.
+    RoomsPerPeer,
 }
 
 #[cfg(not(test))]
@@ -92,7 +98,7 @@ mod broken {
     }
 
     /// Every rule.
-    pub(crate) const ALL: [Rule; 30] = [
+    pub(crate) const ALL: [Rule; 33] = [
         Rule::AckAfterDrain,
         Rule::NoAckWhenPoisoned,
         Rule::NoWriteAfterFailure,
@@ -123,6 +129,9 @@ mod broken {
         Rule::RestartAsksAgain,
         Rule::LostMayBeLate,
         Rule::DrainTakesNoRooms,
+        Rule::InFlightIsBounded,
+        Rule::WaitingBegins,
+        Rule::RoomsPerPeer,
     ];
 
     /// Leaves a rule out on this thread, or none.

@@ -2,6 +2,7 @@
 
 mod busy;
 mod generations;
+mod health;
 mod limits;
 mod malformed;
 mod panics;

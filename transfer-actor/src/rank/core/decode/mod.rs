@@ -21,7 +21,9 @@ use crate::rank::core::event::{
 };
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::{Epitaph, Tombstones};
-use crate::rank::core::{Census, Limits, Reaction, Timeouts, draining, unknown_room, wrong_role};
+use crate::rank::core::{
+    Census, Limits, Reaction, Timeouts, draining, too_many_with_peer, unknown_room, wrong_role,
+};
 
 /// The policy under which the decode allocates only once the prefill is complete.
 pub(crate) const PREFILL_COMPLETE: &str = "prefill_complete";
@@ -195,6 +197,10 @@ impl DecodeCore {
         })
     }
 
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining_opt.is_some()
+    }
+
     pub(super) fn census(&self) -> Census {
         let mut census = Census {
             tombstones: self.tombstones.len(),
@@ -250,6 +256,17 @@ impl DecodeCore {
                 self.rooms.len()
             );
             return Err(ApiError::new(429, "too_many_rooms", message));
+        }
+        let limit = self.limits.rooms_per_peer;
+        let is_with_it =
+            |state: &&DecodeRoom| !state.poll.is_terminal() && state.asked.0 == bootstrap;
+        if self.rooms.len() >= limit
+            && self.rooms.values().filter(is_with_it).count() >= limit
+            && holds(Rule::RoomsPerPeer)
+        {
+            let peer = format!("the prefill engine of bootstrap server {bootstrap}");
+            let message = too_many_with_peer(&peer, limit);
+            return Err(ApiError::new(429, "too_many_rooms_with_peer", message));
         }
         self.last_generation += 1;
         let generation = Generation(self.last_generation);
@@ -480,10 +497,6 @@ impl DecodeCore {
 
 #[cfg(test)]
 impl DecodeCore {
-    pub(super) fn is_draining(&self) -> bool {
-        self.draining_opt.is_some()
-    }
-
     pub(super) fn last_generation(&self) -> u64 {
         self.last_generation
     }

@@ -17,6 +17,7 @@ use crate::rank::core::prefill::{
 };
 use crate::rank::core::prefill_room::{Age, PrefillRoom, Target};
 use crate::rank::core::rules::{Rule, holds};
+use crate::rank::core::too_many_with_peer;
 
 impl PrefillCore {
     /// A REGISTER has no answer: what cannot work is kept and told to each of the peer's rooms.
@@ -345,6 +346,19 @@ impl PrefillCore {
         effects
     }
 
+    /// Other open rooms that a decode rank has announced, where they may be too many.
+    fn open_with(&self, endpoint: &Endpoint, room: Room) -> usize {
+        if self.rooms.len() <= self.limits.rooms_per_peer {
+            return 0;
+        }
+        let open = self.rooms.values().filter(|state| state.room != room);
+        let open = open.filter(|state| {
+            let mut targets = state.targets.iter();
+            !state.poll.is_terminal() && targets.any(|target| target.info.endpoint == *endpoint)
+        });
+        open.count()
+    }
+
     /// One more decode rank says where the room must land.
     pub(super) fn add_info(
         &mut self,
@@ -355,6 +369,7 @@ impl PrefillCore {
     ) {
         let room = info.room;
         let rank = self.identity.unique_rank;
+        let open_with = self.open_with(&info.endpoint, room);
         let Some(state) = self.rooms.get_mut(&room) else {
             return;
         };
@@ -407,6 +422,22 @@ impl PrefillCore {
                 about_opt: None,
             });
             return;
+        }
+        let limit = self.limits.rooms_per_peer;
+        if open_with >= limit && holds(Rule::RoomsPerPeer) {
+            let reason = too_many_with_peer(&format!("decode rank {}", info.endpoint), limit);
+            effects.push(Effect::Send {
+                to: info.endpoint,
+                message: ControlMessage::Status(Status {
+                    room,
+                    poll: KvPoll::Failed,
+                    prefill_rank: rank,
+                    reason: Some(reason.clone()),
+                }),
+                generation_opt,
+                about_opt: None,
+            });
+            return self.fail(room, &reason, None, now, effects);
         }
         let required = *state.required_opt.get_or_insert(info.required_dst_info_num);
         let endpoint = info.endpoint.clone();

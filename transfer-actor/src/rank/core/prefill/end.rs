@@ -155,7 +155,8 @@ impl PrefillCore {
             };
         };
         let mut effects = Vec::new();
-        let failure_opt = state.report(&key, &outcome, now);
+        let (ended_bytes, failure_opt) = state.report(&key, &outcome, now);
+        self.flight.ended(&key.endpoint, ended_bytes);
         if let Some(reason) = failure_opt.filter(|_| holds(Rule::FailedWriteFails)) {
             let label = self.identity.layout.component_label(key.component);
             let reason = format!("{label} to decode rank {}: {reason}", key.endpoint);
@@ -187,6 +188,13 @@ impl PrefillCore {
         state.reason_opt.get_or_insert_with(|| reason.to_owned());
         state.finish(KvPoll::Failed, now, effects);
         state.cancel(effects);
+        if state.waiting > 0 {
+            let endpoints = state.targets.iter();
+            let endpoints = endpoints.map(|target| target.info.endpoint.clone());
+            for portion in self.flight.give_up(room, state.generation, endpoints) {
+                state.give_up(&portion);
+            }
+        }
         let told = state
             .targets
             .iter()
@@ -238,6 +246,9 @@ impl PrefillCore {
                 Epitaph::Cleared
             };
             let forgotten = self.rooms.remove(&room);
+            for ((endpoint, _), moved) in forgotten.iter().flat_map(|state| &state.moved) {
+                self.flight.ended(endpoint, moved.under_way.iter().sum());
+            }
             for target in forgotten.iter().flat_map(|state| &state.targets) {
                 if let Some(generation) = target.generation_opt {
                     self.end_use(room, &target.info.endpoint, generation.get(), now);
@@ -261,9 +272,13 @@ impl PrefillCore {
                     "the decode side did not announce the room",
                 ),
                 KvPoll::WaitingForInput => (timeouts.waiting, "the engine sent nothing"),
-                KvPoll::Transferring if state.pending > 0 => {
+                KvPoll::Transferring if state.has_begun() => {
                     (timeouts.transfer, "a write did not end")
                 }
+                KvPoll::Transferring if state.waiting > 0 => (
+                    timeouts.waiting,
+                    "bytes of other rooms took all there may be under way: no chunk began",
+                ),
                 KvPoll::Transferring => (timeouts.waiting, "the engine sent no further chunk"),
                 KvPoll::Failed | KvPoll::Success => (timeouts.retention, ""),
             };

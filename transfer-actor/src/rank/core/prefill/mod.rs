@@ -1,6 +1,7 @@
 //! The rules of a prefill rank.
 
 mod announce;
+mod chunk;
 mod early;
 mod end;
 
@@ -18,9 +19,10 @@ use serde::Serialize;
 
 use crate::api::{RoomView, TransferView};
 use crate::error::ApiError;
-use crate::rank::core::event::{ChunkCommand, Counted, Effect, Event, Life, OpenCommand, PeerLink};
+use crate::rank::core::event::{Counted, Effect, Event, Life, OpenCommand, PeerLink};
+use crate::rank::core::flight::Flight;
 use crate::rank::core::prefill::early::EarlyRooms;
-use crate::rank::core::prefill_room::PrefillRoom;
+use crate::rank::core::prefill_room::{ItemBytes, PrefillRoom};
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::{Epitaph, Tombstones};
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, draining, unknown_room, wrong_role};
@@ -73,6 +75,7 @@ pub struct PeerSummary {
 #[derive(Debug)]
 pub struct PrefillCore {
     identity: PrefillIdentity,
+    item_bytes: ItemBytes,
     timeouts: Timeouts,
     limits: Limits,
     peers: HashMap<String, Peer>,
@@ -86,6 +89,7 @@ pub struct PrefillCore {
     over: Tombstones<(Room, Endpoint), u64>,
     last_generation: u64,
     last_life: u64,
+    flight: Flight,
     /// Why no room is opened any more.
     draining_opt: Option<String>,
 }
@@ -94,6 +98,7 @@ impl PrefillCore {
     /// A rank without rooms.
     pub fn new(identity: PrefillIdentity, timeouts: Timeouts, limits: Limits) -> Self {
         Self {
+            item_bytes: ItemBytes::of(&identity.layout),
             identity,
             timeouts,
             limits,
@@ -105,6 +110,7 @@ impl PrefillCore {
             over: Tombstones::new(limits.tombstones, timeouts.tombstone),
             last_generation: 0,
             last_life: 0,
+            flight: Flight::default(),
             draining_opt: None,
         }
     }
@@ -115,6 +121,12 @@ impl PrefillCore {
     }
 
     pub(super) fn handle(&mut self, event: Event, now: Instant) -> Reaction {
+        let mut reaction = self.handle_event(event, now);
+        self.begin_waiting(now, &mut reaction.effects);
+        reaction
+    }
+
+    fn handle_event(&mut self, event: Event, now: Instant) -> Reaction {
         match event {
             Event::Message(message, generation_opt) => {
                 Reaction::done(self.message(message, generation_opt, now))
@@ -186,6 +198,10 @@ impl PrefillCore {
         })
     }
 
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining_opt.is_some()
+    }
+
     pub(super) fn census(&self) -> Census {
         let mut census = Census {
             early: self.early.len(),
@@ -210,6 +226,10 @@ impl PrefillCore {
 
     pub(super) fn pending_work(&self) -> usize {
         self.rooms.values().map(|state| state.pending).sum()
+    }
+
+    pub(super) fn in_flight(&self) -> (u64, usize) {
+        (self.flight.bytes(), self.flight.waiting())
     }
 
     /// The registered decode ranks.
@@ -303,46 +323,6 @@ impl PrefillCore {
         Ok(effects)
     }
 
-    fn chunk(&mut self, room: Room, chunk: &ChunkCommand, now: Instant) -> Reaction {
-        let state = match self.open_room(room) {
-            Ok(state) => state,
-            Err(error) => return Reaction::refused(error),
-        };
-        let refused = |code, message: String| Reaction::refused(ApiError::new(409, code, message));
-        if state.poll == KvPoll::Failed && holds(Rule::NoWriteAfterFailure) {
-            let reason = state.reason_opt.clone().unwrap_or_default();
-            return refused("room_failed", format!("room {room} has failed: {reason}"));
-        }
-        if state.is_last_sent {
-            return refused(
-                "room_complete",
-                format!("the last chunk of room {room} was sent already"),
-            );
-        }
-        if !state.is_announced() {
-            let message = format!(
-                "the decode side of room {room} is not complete; wait for waiting_for_input"
-            );
-            return refused("not_ready", message);
-        }
-        let mut effects = Vec::new();
-        match state.plan_chunk(chunk) {
-            Ok(works) => {
-                state.begin_chunk(chunk, works, now, &mut effects);
-                self.settle(room, now, &mut effects);
-                Reaction::done(effects)
-            }
-            Err(error) => {
-                let reason = error.to_string();
-                self.fail(room, &reason, None, now, &mut effects);
-                Reaction {
-                    effects,
-                    error_opt: Some(ApiError::new(400, "bad_indices", reason)),
-                }
-            }
-        }
-    }
-
     fn prefill_complete(&mut self, room: Room) -> Result<Vec<Effect>, ApiError> {
         let rank = self.identity.unique_rank;
         let state = self.open_room(room)?;
@@ -364,8 +344,8 @@ impl PrefillCore {
 
 #[cfg(test)]
 impl PrefillCore {
-    pub(super) fn is_draining(&self) -> bool {
-        self.draining_opt.is_some()
+    pub(super) fn waiting_work(&self) -> usize {
+        self.flight.waiting_work()
     }
 
     pub(super) fn last_generation(&self) -> u64 {
@@ -393,6 +373,7 @@ impl PrefillCore {
                 KvPoll::Failed => "failed",
                 KvPoll::Bootstrapping => "bootstrapping",
                 KvPoll::WaitingForInput => "waiting",
+                KvPoll::Transferring if state.waiting > 0 && !state.has_begun() => "held_up",
                 KvPoll::Transferring => "transferring",
                 KvPoll::Success => "success",
             },

@@ -2,6 +2,7 @@
 
 mod decode;
 mod decode_end;
+mod flight;
 mod grants;
 mod lives;
 mod network;
@@ -31,7 +32,7 @@ use crate::api::{RoomStatus, RoomView};
 use crate::rank::core::{
     Announcement, ChunkCommand, ComponentKey, ComponentOutcome, ComponentReport, Counted,
     DecodeCore, DecodeIdentity, Effect, Event, Life, Limits, OpenCommand, PrefillCore,
-    PrefillIdentity, PrefillTarget, RankCore, ResolvedPrefill, Timeouts,
+    PrefillIdentity, PrefillTarget, RankCore, ResolvedPrefill, Timeouts, WhenFull,
 };
 
 const KV_PAGES: u64 = 16;

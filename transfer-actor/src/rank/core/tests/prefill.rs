@@ -416,6 +416,7 @@ fn rooms_peers_and_early_rooms_are_bounded() {
         early_bytes: usize::MAX,
         peers: 1,
         tombstones: 2,
+        ..Limits::default()
     };
     let engines = Engines {
         limits,

@@ -13,6 +13,12 @@ const LIMITS: Limits = Limits {
     early_bytes: usize::MAX,
     peers: 2,
     tombstones: 2,
+    rooms_per_peer: 2,
+    in_flight_bytes: 256,
+    in_flight_bytes_per_peer: 128,
+    queued_chunks: 3,
+    queued_chunks_per_peer: 2,
+    when_full: WhenFull::Wait,
 };
 const ROOMS: u64 = 4;
 
@@ -171,8 +177,13 @@ impl Watched {
         for effect in reaction.effects {
             self.perform(effect);
         }
-        let pending = self.rank.core.pending_work();
-        assert!(pending <= self.unreported.len(), "{pending} pending");
+        let (pending, waiting) = (self.rank.core.pending_work(), self.rank.core.waiting_work());
+        let known = self.unreported.len() + waiting;
+        assert!(
+            pending <= known,
+            "{pending} pending, {waiting} of them wait"
+        );
+        assert!(self.rank.core.in_flight().1 <= LIMITS.queued_chunks);
         let census = self.rank.core.census();
         assert!(census.by_status.iter().sum::<usize>() <= LIMITS.rooms);
         assert!(census.early <= LIMITS.early_rooms && census.tombstones <= LIMITS.tombstones);

@@ -5,7 +5,7 @@ use crate::rank::core::tests::*;
 /// Role (whether a prefill), state of a room, kind of an event.
 pub type Pair = (bool, &'static str, &'static str);
 
-pub const PREFILL_STATES: [&str; 11] = [
+pub const PREFILL_STATES: [&str; 12] = [
     "unknown",
     "early",
     "cleared",
@@ -14,6 +14,7 @@ pub const PREFILL_STATES: [&str; 11] = [
     "bootstrapping",
     "waiting",
     "transferring",
+    "held_up",
     "success",
     "failed",
     "draining",

@@ -1,5 +1,8 @@
 //! The engines of the ranks and the router before them, and what they are promised.
 
+use std::collections::BTreeMap;
+
+use super::coverage::state_of;
 use super::memory::{Holding, Request};
 use super::world::{Happening, ROOMS, RequestState, Site, TICK, World};
 use crate::rank::core::tests::*;
@@ -121,6 +124,7 @@ impl World {
             return Ok(());
         };
         let is_prefill = self.places[site].is_prefill;
+        let before = script.clone();
         let room = room(number);
         let view_opt = self.places[site].core.view(room);
         let Some(view) = view_opt else {
@@ -212,8 +216,15 @@ impl World {
             }
             _ => return Ok(()),
         };
+        let is_chunk = matches!(event, Event::Chunk { .. });
         self.places[site].scripts.insert(number, script);
-        self.command(site, event)?;
+        let is_accepted = self.command(site, event)?;
+        let status_opt = self.places[site].core.view(room).map(|view| view.status);
+        let is_open = status_opt.is_some_and(|status| status != RoomStatus::Failed);
+        if is_chunk && !is_accepted && is_open {
+            // For want of space: it is handed over again.
+            self.places[site].scripts.insert(number, before);
+        }
         self.wake(site);
         Ok(())
     }
@@ -413,7 +424,8 @@ impl World {
             }
             _ => Event::Component(ComponentReport {
                 key: ComponentKey {
-                    room,
+                    // Rooms that wait for space are few.
+                    room: self.held_up(site).unwrap_or(room),
                     generation: Generation(0),
                     endpoint: stranger,
                     component: ComponentId::Kv,
@@ -428,6 +440,13 @@ impl World {
             }),
         };
         self.command(site, event).map(|_| ())
+    }
+
+    /// A room whose chunks wait for space.
+    fn held_up(&self, site: Site) -> Option<Room> {
+        let core = &self.places[site].core;
+        let mut rooms = (0..ROOMS).map(room);
+        rooms.find(|room| state_of(core, *room) == "held_up")
     }
 
     /// Who may have announced the room once more, where messages come twice.
@@ -478,6 +497,7 @@ impl World {
             }
             if is_open {
                 self.check_loss(site, number)?;
+                self.check_peers(site)?;
             }
             let script = &self.places[site].scripts[&number];
             if script.seen_opt.as_ref() == Some(&now_seen) {
@@ -605,6 +625,36 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// No more rooms are open with one peer than may be.
+    fn check_peers(&self, site: Site) -> Result<(), String> {
+        let (place, limit) = (&self.places[site], self.engines.limits.rooms_per_peer);
+        let mut with_peer: BTreeMap<String, usize> = BTreeMap::new();
+        for (number, script) in &place.scripts {
+            let view_opt = place.core.view(room(*number));
+            let is_open = view_opt.is_some_and(|view| {
+                !matches!(view.status, RoomStatus::Failed | RoomStatus::Success)
+            });
+            if !is_open || !script.is_open {
+                continue;
+            }
+            match &place.core {
+                RankCore::Prefill(core) => {
+                    for (endpoint, _) in core.fed_by(room(*number)) {
+                        *with_peer.entry(endpoint.to_string()).or_default() += 1;
+                    }
+                }
+                RankCore::Decode(_) => {
+                    let prefill = self.requests[script.request].prefill;
+                    *with_peer.entry(prefill.to_string()).or_default() += 1;
+                }
+            }
+        }
+        match with_peer.iter().find(|(_, count)| **count > limit) {
+            Some((peer, count)) => Err(format!("{count} rooms are open with {peer} at {site}")),
+            None => Ok(()),
+        }
     }
 
     /// The rooms of a prefill rank that is gone do not wait for their timeouts.

@@ -1,9 +1,16 @@
 //! An io engine that writes into the memory of other ranks: in time, late, half, or never.
 
+use std::collections::BTreeMap;
+
 use super::memory::{Range, Request};
-use super::world::{Happening, Permission, Site, TICK, World, engine_key, is_only_way_in};
+use super::world::{
+    Happening, Permission, Site, TICK, Tightness, World, engine_key, is_only_way_in,
+};
 use crate::rank::core::Work;
 use crate::rank::core::tests::*;
+
+/// Bytes on their way, by the chunk that they belong to.
+type Flown = BTreeMap<(Room, Duration), u64>;
 
 /// A write that may still land.
 #[derive(Clone, Debug)]
@@ -20,6 +27,7 @@ pub struct Running {
     /// The engine that is written to.
     target: String,
     ranges: Vec<Range>,
+    bytes: u64,
     pub is_reported: bool,
     /// When its rank panicked with the order for it, or with its report.
     pub lost_opt: Option<Duration>,
@@ -75,6 +83,7 @@ impl World {
                 holder_opt,
                 permission_opt,
                 target: link.engine.key.clone(),
+                bytes: ranges.iter().map(|range| range.len).sum(),
                 // Of what is refused nothing ever lands.
                 ranges: if is_refused { Vec::new() } else { ranges },
                 is_reported: false,
@@ -231,6 +240,43 @@ impl World {
                     work.ranges.clear();
                 }
             }
+        }
+    }
+
+    /// No more is on its way than may be, to one rank and in all, except for a chunk that goes
+    /// alone.
+    pub fn check_flight(&self, site: Site) -> Result<(), String> {
+        let place = &self.places[site];
+        let limits = &self.engines.limits;
+        let (_, waiting) = place.core.in_flight();
+        if waiting > limits.queued_chunks {
+            return Err(format!("{waiting} chunks wait at {site}"));
+        }
+        if self.weather.limits == Tightness::Loose {
+            return Ok(());
+        }
+        let mut total = Flown::new();
+        let mut by_peer: BTreeMap<&Endpoint, Flown> = BTreeMap::new();
+        for work in self.works.values() {
+            let is_ours = (work.site, work.life) == (site, place.life) && !work.is_reported;
+            let view_opt = place.core.view(work.key.room).filter(|_| is_ours);
+            let generation_opt = view_opt.map(|view| view.generation);
+            if generation_opt == Some(work.key.generation.get()) {
+                let chunk = (work.key.room, work.begun);
+                let to_peer = by_peer.entry(&work.key.endpoint).or_default();
+                *to_peer.entry(chunk).or_default() += work.bytes;
+                *total.entry(chunk).or_default() += work.bytes;
+            }
+        }
+        let is_over =
+            |flown: &Flown, limit: u64| flown.len() > 1 && flown.values().sum::<u64>() > limit;
+        if is_over(&total, limits.in_flight_bytes) {
+            return Err(format!("too much is on its way from {site}: {total:?}"));
+        }
+        let mut peers = by_peer.values();
+        match peers.find(|flown| is_over(flown, limits.in_flight_bytes_per_peer)) {
+            Some(flown) => Err(format!("too much is on its way from {site}: {flown:?}")),
+            None => Ok(()),
         }
     }
 

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use self::coverage::{DECODE_STATES, IMPOSSIBLE, KINDS, PREFILL_STATES, Pair};
 use self::random::Random;
-use self::world::{Weather, World};
+use self::world::{Tightness, Weather, World};
 use crate::rank::core::rules::{ALL, Rule, break_rule};
 
 const DEFAULT_SEEDS: u64 = 200;
@@ -58,12 +58,21 @@ fn weather_of(seed: u64) -> Weather {
         io_faults: fault(&mut random, 10),
         has_outages: random.percent(50),
         engine_faults: fault(&mut random, 8),
+        limits: match random.below(4) {
+            0 => Tightness::Waiting,
+            1 => Tightness::Refusing,
+            _ => Tightness::Loose,
+        },
     }
 }
 
 fn calm_weather(seed: u64) -> Weather {
     Weather {
         is_ferry: seed.is_multiple_of(2),
+        limits: match seed % 4 {
+            0 | 1 => Tightness::Waiting,
+            _ => Tightness::Loose,
+        },
         ..Weather::default()
     }
 }
@@ -79,6 +88,11 @@ fn rough_weather(seed: u64) -> Weather {
         io_faults: 8,
         has_outages: (seed / 6).is_multiple_of(2),
         engine_faults: 6,
+        limits: match seed % 5 {
+            0 => Tightness::Waiting,
+            1 => Tightness::Refusing,
+            _ => Tightness::Loose,
+        },
     }
 }
 

@@ -50,6 +50,42 @@ pub struct Weather {
     pub has_outages: bool,
     /// Engines make mistakes, give up and forget, in percent.
     pub engine_faults: usize,
+    /// How much a rank holds.
+    pub limits: Tightness,
+}
+
+/// How much a rank holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tightness {
+    /// More than there ever is.
+    #[default]
+    Loose,
+    /// Few bytes may be on their way; what is beyond waits.
+    Waiting,
+    /// Few of everything; what is beyond is refused.
+    Refusing,
+}
+
+fn limits_of(tightness: Tightness, random: &mut Random) -> Limits {
+    if tightness == Tightness::Loose {
+        return Limits::default();
+    }
+    let bytes = Limits {
+        in_flight_bytes: random.pick(&[1, 600, 1500]),
+        in_flight_bytes_per_peer: random.pick(&[1, 300, 900]),
+        ..Limits::default()
+    };
+    if tightness == Tightness::Waiting {
+        return bytes;
+    }
+    Limits {
+        rooms: random.pick(&[2, 3, 4]),
+        rooms_per_peer: random.pick(&[1, 2]),
+        queued_chunks: random.pick(&[1, 3]),
+        queued_chunks_per_peer: random.pick(&[1, 2]),
+        when_full: random.pick(&[WhenFull::Wait, WhenFull::Refuse]),
+        ..bytes
+    }
 }
 
 #[derive(Debug)]
@@ -167,6 +203,7 @@ impl World {
         if (prefill_tp, decode_tp) == (1, 1) && random.percent(50) {
             engines.policy = "prefill_complete";
         }
+        engines.limits = limits_of(weather.limits, &mut random);
         let transfer = Duration::from_secs(random.pick(&[2, 6]));
         let times = Timeouts { transfer, ..TIMES };
         let prefills = 1 + random.below(2);
@@ -482,6 +519,7 @@ impl World {
             self.perform(site, effect)?;
         }
         self.watch(site)?;
+        self.check_flight(site)?;
         Ok(is_accepted)
     }
 
