@@ -43,6 +43,16 @@ ASK_REGION = "01 0000000e 94 a5656e672d42 00 07 94 00000000"
 RETIRE = "02 00000003 92 09 01"
 # An engine of no more than a key, and one memory without elements.
 DIRECTORY = "92 c403 91a165 91 c401 90"
+# Two tensors of one run of two ranges, and a sum of each.
+CHECKS = [
+    b"FERRY_CHECKS",
+    b"7",
+    b"0",
+    b"1",
+    b"full",
+    struct.pack("<IIIIIIQQQIQQQQ", 0, 2, 1, 4, 0, 1, 64, 32, 128, 2, 1, 2, 3, 4),
+]
+CHECKED = [b"FERRY_CHECKED", b"7", b"127.0.0.1", b"9000", b"1", b"kv differs"]
 LOG = b'0 commit 1 0 ["a\\u001fgeneration","a\\u001fdraining"]\t\t\x011\n'
 
 
@@ -106,6 +116,8 @@ def seeds():
     yield "admin_body", json.dumps(export).encode()
     for text in REG_ENDPOINT, ASK_REGION, RETIRE:
         yield "rdma_control", bytes.fromhex(text)
+    for frames in CHECKS, CHECKED:
+        yield "control_message", joined(frame.hex() for frame in frames)
     yield "directory", bytes.fromhex(DIRECTORY)
     yield "store_log", LOG
     yield "attach_request", json.dumps(ATTACH).encode()

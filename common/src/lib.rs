@@ -15,6 +15,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod check;
 pub mod ids;
 pub mod metrics;
 pub mod plan;

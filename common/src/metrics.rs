@@ -61,6 +61,13 @@ pub const COMPONENT_PANICS: &str = "ferry_component_panics_total";
 /// Rank actors that panicked, and were restarted unless that came too often; label role.
 pub const RANK_PANICS: &str = "ferry_rank_panics_total";
 
+/// Bytes that a decode compared with checksums of a prefill and found equal; label component.
+pub const VERIFY_BYTES: &str = "ferry_verify_bytes_total";
+/// Rooms that failed because a checksum differs; label component.
+pub const VERIFY_MISMATCHES: &str = "ferry_verify_mismatches_total";
+/// Successes (decode) and peers (prefill) without the comparison that was asked for; label role.
+pub const VERIFY_UNAVAILABLE: &str = "ferry_verify_unavailable_total";
+
 /// Bytes that a network device has written or read for this process; label device.
 pub const RDMA_DEVICE_BYTES: &str = "ferry_rdma_device_bytes_total";
 /// Queue pairs of a network device that failed; label device.
@@ -178,6 +185,9 @@ pub const ALL: &[&str] = &[
     DEVICE_BYTES,
     DEVICE_PIECES,
     COMPONENT_PANICS,
+    VERIFY_BYTES,
+    VERIFY_MISMATCHES,
+    VERIFY_UNAVAILABLE,
     RDMA_DEVICE_BYTES,
     RDMA_DEVICE_FAILURES,
     RDMA_DEVICE_LEFT,

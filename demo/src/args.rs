@@ -87,6 +87,28 @@ pub enum PoolMemory {
     Device,
 }
 
+/// How much the services compare, beside what the demo itself does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Verify {
+    /// Nothing.
+    Off,
+    /// One range in 16 of every component.
+    Sampled,
+    /// Every byte.
+    Full,
+}
+
+impl Verify {
+    /// The word for the services' option.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Sampled => "sampled",
+            Self::Full => "full",
+        }
+    }
+}
+
 /// What a run is to do.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
@@ -105,6 +127,10 @@ pub struct RunArgs {
     /// Where the engines' pools are; without a driver FERRY_CUDA_LIBRARY can name a stand-in for it
     #[arg(long, value_enum, default_value_t = PoolMemory::Host)]
     pub memory: PoolMemory,
+
+    /// How much of what arrives the services compare with checksums before a Success
+    #[arg(long, value_enum, default_value_t = Verify::Off)]
+    pub verify: Verify,
 
     /// How many requests are sent
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]

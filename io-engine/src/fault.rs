@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::ids::ByteOffset;
-use common::plan::RunList;
+use common::ids::{ByteLen, ByteOffset};
+use common::plan::{RunList, StridedRun};
 
 use crate::error::{TransportError, TransportErrorKind};
 use crate::region::{Location, RemoteRegion};
@@ -21,6 +21,8 @@ pub enum FaultKind {
     DropWrite,
     /// One pair of regions is written beside its place, and success is reported.
     Misdirect,
+    /// One byte of one pair of regions arrives as another, and success is reported.
+    Flip,
     /// The batch fails at once.
     Fail,
     /// The batch never ends unless it is cancelled.
@@ -41,18 +43,19 @@ pub struct FaultSpec {
 impl FromStr for FaultSpec {
     type Err = String;
 
-    /// Reads `KIND:LABEL` or `KIND:LABEL:NTH`, with KIND one of `drop-write`, `misdirect`, `fail`
-    /// and `stall`.
+    /// Reads `KIND:LABEL` or `KIND:LABEL:NTH`, with KIND one of `drop-write`, `misdirect`, `flip`,
+    /// `fail` and `stall`.
     fn from_str(text: &str) -> Result<Self, String> {
         let expected = || {
             format!(
-                "{text:?} is not KIND:LABEL[:NTH] with KIND drop-write, misdirect, fail or stall"
+                "{text:?} is not KIND:LABEL[:NTH] with KIND drop-write, misdirect, flip, fail or stall"
             )
         };
         let mut parts = text.split(':');
         let kind = match parts.next() {
             Some("drop-write") => FaultKind::DropWrite,
             Some("misdirect") => FaultKind::Misdirect,
+            Some("flip") => FaultKind::Flip,
             Some("fail") => FaultKind::Fail,
             Some("stall") => FaultKind::Stall,
             _ => return Err(expected()),
@@ -126,6 +129,12 @@ impl Transport for Faulty {
                 }
                 self.inner.submit(job, status);
             }
+            FaultKind::Flip => {
+                if let Some(pair) = job.pairs.get_mut(place) {
+                    flip(pair);
+                }
+                self.inner.submit(job, status);
+            }
             FaultKind::Fail => status.fail(TransportError::quiesced(
                 TransportErrorKind::Injected,
                 format!("an injected fault failed a write of {}", self.spec.label),
@@ -163,6 +172,45 @@ fn misdirect(pair: &mut WritePair) {
         } else {
             ByteOffset(run.dst.get().saturating_sub(len))
         };
+    }
+    if let Ok(runs) = RunList::new(runs) {
+        pair.runs = runs;
+    }
+}
+
+/// Takes the first byte of a pair from a place of the source that holds another.
+fn flip(pair: &mut WritePair) {
+    let mut runs = pair.runs.runs().to_vec();
+    let Some(first) = runs.first_mut() else {
+        return;
+    };
+    let read = |offset: u64| {
+        let mut byte = [0];
+        let read = pair.local.read(ByteOffset(offset), &mut byte);
+        read.ok().map(|()| byte)
+    };
+    let (own, place) = (read(first.src.get()), *first);
+    let mut others = 0..pair.local.len().get();
+    let Some(other) = others.find(|offset| read(*offset) != own) else {
+        return tracing::warn!("every byte of the source is the same: none can be flipped");
+    };
+    let one = StridedRun::contiguous(ByteOffset(other), place.dst, ByteLen(1));
+    // What is left of the first range, and the others of its run.
+    let behind = |offset: ByteOffset| ByteOffset(offset.get() + 1);
+    let rest = StridedRun::contiguous(
+        behind(place.src),
+        behind(place.dst),
+        ByteLen(place.len.get() - 1),
+    );
+    first.src = ByteOffset(place.src.get().wrapping_add(place.src_stride));
+    first.dst = ByteOffset(place.dst.get().wrapping_add(place.dst_stride));
+    first.count -= 1;
+    if first.count == 0 {
+        runs.remove(0);
+    }
+    runs.insert(0, one);
+    if rest.len.get() > 0 {
+        runs.insert(1, rest);
     }
     if let Ok(runs) = RunList::new(runs) {
         pair.runs = runs;

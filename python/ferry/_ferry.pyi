@@ -279,6 +279,8 @@ class RoomView:
     @property
     def release_safe(self) -> bool: ...
     @property
+    def verification(self) -> str | None: ...
+    @property
     def transfers(self) -> list[TransferView]: ...
 
 class Room:
@@ -325,6 +327,7 @@ class Rank:
         transfer_timeout_s: float,
         heartbeat_interval_s: float,
         heartbeat_misses: int,
+        verify: str,
     ) -> None: ...
     @property
     def engine_key(self) -> str: ...

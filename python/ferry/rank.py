@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ferry import _ferry
 from ferry.layout import Engine, Layout, Parallel, describe
@@ -75,12 +75,15 @@ class _Rank:
         transfer_timeout_s: float = 300,
         heartbeat_interval_s: float = 5,
         heartbeat_misses: int = 2,
+        verify: Literal["off", "sampled", "full"] | None = None,
     ) -> None:
         """Start a rank; a prefill is registered at its bootstrap server (`host:port`) then.
 
         `host` is the address at which peers reach it. `RankError` says what is wrong with the
         description, or which server did not answer within `bootstrap_timeout_s`. A decode asks its
         prefill ranks every `heartbeat_interval_s`; one that misses `heartbeat_misses` is dead.
+        `verify` compares what arrives with checksums before a Success: of one range in 16, of every
+        byte, or not at all, which `FERRY_VERIFY` says if it is absent. A decode asks for it.
         """
         parts, pools = describe(layout, parallel or Parallel(), engine or Engine())
         request = parts | {"role": self._role, "bootstrap": bootstrap}
@@ -95,6 +98,7 @@ class _Rank:
             transfer_timeout_s=transfer_timeout_s,
             heartbeat_interval_s=heartbeat_interval_s,
             heartbeat_misses=heartbeat_misses,
+            verify=verify or os.environ.get("FERRY_VERIFY") or "off",
         )
         self._stop = weakref.finalize(self, self._native.stop, "the engine has ended")
 

@@ -91,6 +91,7 @@ def test_a_request_moves_and_nothing_else_changes(sides, server):
     assert moved["aux"] == (AUX_BYTES, "success")
     assert {each.transport for each in seen.transfers} == {"local"}
     assert {each.peer for each in seen.transfers} == {decode.rank.control}
+    assert seen.verification is None
     for side in sides:
         assert side.rank.room(2**63 - 1).generation > 0
         side.rank.clear(2**63 - 1)
@@ -100,6 +101,21 @@ def test_a_request_moves_and_nothing_else_changes(sides, server):
     observed = prefill.rank.observe()
     assert observed["role"] == "prefill"
     assert observed["sessions"][0]["peer"] == decode.rank.engine_key
+
+
+def test_a_room_says_how_far_it_was_compared(server):
+    prefill = Side(ferry.PrefillRank, 5, bootstrap=server.address)
+    decode = Side(ferry.DecodeRank, None, verify="full")
+    sides = prefill, decode
+    begin(sides, server, 1)
+    assert decode.rank.room(1).verification == "pending"
+    prefill.rank.send_chunk(1, [0, 9, 4], last=True)
+    for side in sides:
+        assert side.rank.wait(1, timeout_s=TIMEOUT_S).verification == "full"
+        side.rank.stop()
+    assert 'ferry_verify_bytes_total{component="kv"}' in ferry.metrics_text()
+    with pytest.raises(RankError, match="there are off, sampled and full"):
+        Side(ferry.DecodeRank, None, verify="some")
 
 
 def test_a_room_that_is_given_up_fails_on_both_sides(sides, server):

@@ -253,6 +253,23 @@ fn a_dense_model_crosses() {
     }
 }
 
+/// The services compare what they moved, too: every byte, or a part of every component.
+#[test]
+fn what_arrives_is_compared_with_checksums() {
+    for verify in ["full", "sampled"] {
+        assert_passes(&["--transport", "shm", "--verify", verify], &HYBRID, "shm");
+    }
+}
+
+/// Before the demo's own check can find it.
+#[test]
+fn a_write_that_was_left_out_is_found_by_checksums() {
+    let output = run(&["--verify", "full", "--inject", "drop-write:kv"]);
+    assert!(!output.status.success());
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("kv is not what was sent"), "{error}");
+}
+
 /// Two KV heads and four ranks: half of the prefill's ranks hold replicas.
 #[test]
 fn a_large_hybrid_model_with_replicated_heads_crosses() {

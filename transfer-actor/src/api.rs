@@ -414,6 +414,47 @@ pub struct RoomView {
     /// Decode after an abort: whether every prefill rank has proved that its writes stopped.
     #[serde(default)]
     pub release_safe: bool,
+    /// Whether its bytes were compared with checksums; absent where nobody asked for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub verification: Option<Verification>,
+}
+
+/// How far a room's bytes were compared with checksums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verification {
+    /// Not, or not yet.
+    Pending,
+    /// One range of every 16 was, and they are equal.
+    Sampled,
+    /// Every byte was, and they are equal.
+    Full,
+    /// They differ; the room's reason says where.
+    Mismatch,
+    /// At least one peer cannot do so: it is none of Ferry's, or does not ask for it.
+    Unavailable,
+}
+
+impl Verification {
+    /// The word in the API.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Pending => "pending",
+            Self::Sampled => "sampled",
+            Self::Full => "full",
+            Self::Mismatch => "mismatch",
+            Self::Unavailable => "unavailable",
+        }
+    }
+}
+
+impl From<common::check::CheckMode> for Verification {
+    fn from(mode: common::check::CheckMode) -> Self {
+        match mode {
+            common::check::CheckMode::Sampled => Self::Sampled,
+            common::check::CheckMode::Full => Self::Full,
+        }
+    }
 }
 
 /// One component of one room on its way to one decode endpoint.

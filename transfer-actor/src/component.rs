@@ -9,14 +9,15 @@ use std::sync::Arc;
 use actix::prelude::*;
 use common::ids::ComponentId;
 use common::plan::{ComponentPlan, KvChunk, PlanError};
-use common::wire::Grant;
+use common::wire::{CheckGroup, Grant};
 use futures::FutureExt;
 use futures::future::{BoxFuture, OptionFuture, Shared};
 use io_engine::{
-    Reach, Region, RemoteRegion, Session, TransferHandle, TransportError, TransportErrorKind,
-    WriteBatch, WritePair,
+    Reach, RemoteRegion, Session, TransferHandle, TransferResult, TransportError,
+    TransportErrorKind, WriteBatch, WritePair,
 };
 
+use crate::checksums;
 use crate::messages::{CancelWork, DoWork, Report, RetireComponent, StopComponent};
 use crate::rank::core::{ComponentKey, ComponentOutcome, ComponentReport, PeerLink, Work};
 use crate::rank::{RankAddress, RankBuffers};
@@ -140,6 +141,32 @@ impl ComponentActor {
     }
 }
 
+fn ended(
+    transport: &'static str,
+    truncated_items: u64,
+    moved: TransferResult,
+    sums: Result<Vec<CheckGroup>, String>,
+) -> ComponentOutcome {
+    match (moved, sums) {
+        (Err(error), _) => failed(transport, &error),
+        (Ok(_), Err(reason)) => ComponentOutcome::Failed {
+            kind: "checksums",
+            reason,
+            is_quiesced: true,
+            is_source_free: true,
+            transport,
+        },
+        (Ok(moved), Ok(checks)) => ComponentOutcome::Moved {
+            bytes: moved.bytes,
+            ranges: moved.ranges,
+            truncated_items,
+            elapsed: moved.elapsed,
+            transport,
+            checks,
+        },
+    }
+}
+
 fn failed(transport: &'static str, error: &TransportError) -> ComponentOutcome {
     ComponentOutcome::Failed {
         kind: error.kind().name(),
@@ -211,17 +238,6 @@ fn batch(
             format!("tensor {tensor} of the {side} side has no buffer"),
         )
     };
-    let local = |tensor: usize| -> Option<&Region> {
-        match plan.component {
-            ComponentId::Kv => buffers.kv.get(tensor)?.as_ref(),
-            ComponentId::Aux => buffers.aux.get(tensor)?.as_ref(),
-            ComponentId::State(index) => buffers
-                .states
-                .get(usize::from(index))?
-                .get(tensor)?
-                .as_ref(),
-        }
-    };
     let remote = |tensor: usize| match plan.component {
         ComponentId::Kv => link.kv.get(tensor),
         ComponentId::Aux => link.aux.get(tensor),
@@ -235,7 +251,8 @@ fn batch(
             None => remote,
         };
         Ok(WritePair {
-            local: local(pair.src)
+            local: buffers
+                .region(plan.component, pair.src)
                 .ok_or_else(|| missing("prefill", pair.src))?
                 .clone(),
             remote,
@@ -286,21 +303,24 @@ impl Handler<DoWork> for ComponentActor {
             if let Ok((_, _, handle)) = &submitted {
                 actor.in_flight.insert(number, handle.clone());
             }
+            let (buffers, room) = (Arc::clone(&actor.buffers), actor.key.room);
+            let mode_opt = actor.to.link.checks_opt;
             async move {
                 match submitted {
                     Err(outcome) => outcome,
                     Ok((session, plan, handle)) => {
                         let transport = session.transport().name();
-                        match handle.await {
-                            Ok(moved) => ComponentOutcome::Moved {
-                                bytes: moved.bytes,
-                                ranges: moved.ranges,
-                                truncated_items: plan.truncated_items,
-                                elapsed: moved.elapsed,
-                                transport,
-                            },
-                            Err(error) => failed(transport, &error),
-                        }
+                        let truncated_items = plan.truncated_items;
+                        // Beside the copy, and over before its end is reported.
+                        let sums = async move {
+                            let Some(mode) = mode_opt else {
+                                return Ok(Vec::new());
+                            };
+                            let sums = move || checksums::of_sources(&buffers, &plan, (mode, room));
+                            checksums::turn().await.make(sums).await?
+                        };
+                        let (moved, sums) = futures::join!(handle, sums);
+                        ended(transport, truncated_items, moved, sums)
                     }
                 }
             }

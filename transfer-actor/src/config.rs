@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use common::check::CheckMode;
 use io_engine::{FaultSpec, NicMap, TransportKind};
 use zmtp::PushOptions;
 
@@ -52,6 +53,28 @@ pub enum LogFormat {
     Json,
 }
 
+/// How much of what arrives is compared with checksums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Verify {
+    /// Nothing.
+    Off,
+    /// One range in 16 of every component.
+    Sampled,
+    /// Every byte.
+    Full,
+}
+
+impl Verify {
+    /// What ranks are told.
+    pub const fn mode(self) -> Option<CheckMode> {
+        match self {
+            Self::Off => None,
+            Self::Sampled => Some(CheckMode::Sampled),
+            Self::Full => Some(CheckMode::Full),
+        }
+    }
+}
+
 /// Options of `serve`.
 #[derive(Clone, Debug, Args)]
 pub struct ServeConfig {
@@ -86,6 +109,12 @@ pub struct ServeConfig {
     /// their common prefix.
     #[arg(long, env = "FERRY_STRICT_LENGTHS")]
     pub strict_lengths: bool,
+    /// Compares what has arrived with checksums of what was sent before a decode's Success: of one
+    /// range in 16 of every component, of every byte, or not at all. A decode asks for it; a prefill
+    /// does it for whoever asks, at least as thoroughly as said here. Peers that are none of Ferry's
+    /// are served without.
+    #[arg(long, value_enum, env = "FERRY_VERIFY", default_value_t = Verify::Off)]
+    pub verify: Verify,
     /// Seconds that a room may wait for its other half, and a prefill for its bootstrap server.
     #[arg(
         long,

@@ -6,6 +6,7 @@
 pub mod api;
 pub mod bootstrap_access;
 pub mod bootstrap_client;
+mod checksums;
 pub mod client;
 pub mod component;
 pub mod config;

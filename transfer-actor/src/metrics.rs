@@ -31,6 +31,9 @@ pub struct TransferMetrics {
     pub(crate) peers: IntGaugeVec,
     pub(crate) ranks: IntGaugeVec,
     pub(crate) component_panics: IntCounterVec,
+    pub(crate) verified_bytes: IntCounterVec,
+    pub(crate) verify_mismatches: IntCounterVec,
+    pub(crate) verify_unavailable: IntCounterVec,
     pub(crate) device_bytes: IntCounterVec,
     pub(crate) device_failures: IntCounterVec,
     pub(crate) device_left: IntCounterVec,
@@ -55,6 +58,19 @@ const REFUSALS: [(Role, &str); 5] = [
 struct DeviceMetrics {
     bytes: IntCounterVec,
     pieces: IntCounterVec,
+}
+
+/// Shows every component's count from the start: an increase from nothing is none to Prometheus, and
+/// the first one is to be seen, too.
+fn from_zero(counter: IntCounterVec) -> IntCounterVec {
+    let states = StateKind::ALL.map(StateKind::name);
+    for label in [names::COMPONENT_KV, names::COMPONENT_AUX]
+        .into_iter()
+        .chain(states)
+    {
+        counter.with_label_values(&[label]);
+    }
+    counter
 }
 
 fn device_counters() -> prometheus::Result<[IntCounterVec; 2]> {
@@ -282,21 +298,31 @@ impl TransferMetrics {
             )?,
             peers: gauge(names::PEERS, "sessions to peers", &[role, transport])?,
             ranks: gauge(names::RANKS, "ranks in this process", &[role])?,
-            component_panics: {
-                let panics = counter(
-                    names::COMPONENT_PANICS,
-                    "component actors that died without an answer",
-                    &[component],
+            component_panics: from_zero(counter(
+                names::COMPONENT_PANICS,
+                "component actors that died without an answer",
+                &[component],
+            )?),
+            verified_bytes: counter(
+                names::VERIFY_BYTES,
+                "bytes that a decode compared with a prefill's checksums and found equal",
+                &[component],
+            )?,
+            verify_mismatches: from_zero(counter(
+                names::VERIFY_MISMATCHES,
+                "rooms that failed because a checksum differs",
+                &[component],
+            )?),
+            verify_unavailable: {
+                let unavailable = counter(
+                    names::VERIFY_UNAVAILABLE,
+                    "successes and peers that were to be compared and cannot be",
+                    &[role],
                 )?;
-                // An increase from nothing is none to Prometheus; the first one is to be seen, too.
-                let states = StateKind::ALL.map(StateKind::name);
-                for label in [names::COMPONENT_KV, names::COMPONENT_AUX]
-                    .iter()
-                    .chain(&states)
-                {
-                    panics.with_label_values(&[*label]);
+                for role in [Role::Prefill, Role::Decode] {
+                    unavailable.with_label_values(&[role.name()]);
                 }
-                panics
+                unavailable
             },
             device_bytes: counter(
                 names::RDMA_DEVICE_BYTES,

@@ -374,6 +374,7 @@ async fn start_rank(setup: &Setup, role: Role) -> Result<RankHandle> {
         limits: Limits::default(),
         planner: PlannerOptions::default(),
         push: PushOptions::default(),
+        verify_opt: None,
     };
     let metrics = Arc::new(TransferMetrics::new(&Registry::new())?);
     Ok(RankHandle::start(rank_config, engine, buffers, metrics).await?)

@@ -60,6 +60,12 @@ impl ComponentPlan {
         })
     }
 
+    /// Pairs of tensors that move alike, with the runs that they share.
+    pub fn groups(&self) -> impl Iterator<Item = (&[(usize, usize)], &RunList)> {
+        let parts = self.parts.iter();
+        parts.map(|part| (part.group.pairs.as_slice(), &part.runs))
+    }
+
     /// Whether nothing moves.
     pub fn is_empty(&self) -> bool {
         self.parts.is_empty()

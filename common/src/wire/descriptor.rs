@@ -10,6 +10,7 @@ use std::fmt;
 use serde::de::{Deserialize, Deserializer, Error as _, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeSeq, Serializer};
 
+use crate::check::CheckMode;
 use crate::wire::error::{WireError, msgpack_error};
 use crate::wire::frame::Frame;
 
@@ -132,20 +133,32 @@ const RANK_TAG: &str = "FRYR";
 
 impl EngineDesc {
     /// The same, marked as that of a rank that speaks Ferry's own messages, with the number of its
-    /// REGISTER, which the answer repeats. An engine of Ferry's below another control plane has no
+    /// REGISTER, which the answer repeats, and the checksums that it asks for. An engine of Ferry's below another control plane has no
     /// such mark; stock peers skip elements that they do not know.
     #[must_use]
-    pub fn with_rank_tag(mut self, number: u64) -> Self {
-        self.extra
-            .push(rmpv::Value::Array(vec![RANK_TAG.into(), number.into()]));
+    pub fn with_rank_tag(mut self, number: u64, checks_opt: Option<CheckMode>) -> Self {
+        let mut tag = vec![RANK_TAG.into(), number.into()];
+        tag.extend(checks_opt.map(|mode| rmpv::Value::from(mode.name())));
+        self.extra.push(rmpv::Value::Array(tag));
         self
     }
 
     /// The number of the REGISTER, if the rank behind it speaks Ferry's own messages.
     pub fn rank_tag(&self) -> Option<u64> {
+        self.tag()?.get(1)?.as_u64()
+    }
+
+    /// Whether the rank behind it asks for checksums of what is written to it, and of how much.
+    pub fn asked_checks(&self) -> Option<CheckMode> {
+        let mode = self.tag()?.get(2)?.as_str();
+        mode.and_then(CheckMode::from_name)
+    }
+
+    fn tag(&self) -> Option<&[rmpv::Value]> {
         let mut tags = self.extra.iter().filter_map(rmpv::Value::as_array);
-        let tag = tags.find(|tag| tag.first().and_then(rmpv::Value::as_str) == Some(RANK_TAG))?;
-        tag.get(1)?.as_u64()
+        let is_ours =
+            |tag: &&Vec<rmpv::Value>| tag.first().and_then(rmpv::Value::as_str) == Some(RANK_TAG);
+        tags.find(is_ours).map(Vec::as_slice)
     }
 
     /// The packed form.

@@ -15,6 +15,10 @@ pub const AUX_DATA: &[u8] = b"AUX_DATA";
 pub const BOOTSTRAP: &[u8] = b"BOOTSTRAP";
 /// First frame of HELLO, which only Ferry ranks send each other.
 pub const HELLO: &[u8] = b"FERRY_HELLO";
+/// First frame of the checksums that a Ferry prefill rank sends a Ferry decode rank.
+pub const CHECKS: &[u8] = b"FERRY_CHECKS";
+/// First frame of the answer.
+pub const CHECKED: &[u8] = b"FERRY_CHECKED";
 /// Second frame of REGISTER, where the other guarded messages have a room.
 pub const NO_ROOM: &[u8] = b"None";
 /// First bytes of the trailing frame between two Ferry ranks.

@@ -1,8 +1,10 @@
-//! The seven messages, one between Ferry ranks only, and the decoder that tells them apart.
+//! The seven messages, three between Ferry ranks only, and the decoder that tells them apart.
 
 use serde::{Deserialize, Serialize};
 
+use crate::check::CheckMode;
 use crate::ids::{Endpoint, Room, UniqueRank};
+use crate::wire::checks::{self, Checked, Checks};
 use crate::wire::error::{WireError, shown};
 use crate::wire::frame::{self, Frame};
 use crate::wire::{EngineDesc, Register, Release, Status, TransferInfo};
@@ -26,6 +28,10 @@ pub enum ControlMessage {
     Bootstrap(Bootstrap),
     /// Prefill to decode, and only to one whose REGISTER says that it is a Ferry rank.
     Hello(Box<Hello>),
+    /// Prefill to decode, and only to one whose REGISTER asks for it.
+    Checks(Box<Checks>),
+    /// Decode to prefill, once for each of them.
+    Checked(Checked),
 }
 
 /// `ABORT`: the decode side gives a room up.
@@ -82,6 +88,8 @@ pub struct Hello {
     pub engine: EngineDesc,
     /// Number of the REGISTER that it answers.
     pub register: u64,
+    /// How it lets its bytes be compared, if the REGISTER asks for that.
+    pub checks: Option<CheckMode>,
 }
 
 /// The extra trailing frame between two Ferry ranks: `FRY1`, then msgpack
@@ -120,6 +128,8 @@ enum Kind {
     AuxData,
     Bootstrap,
     Hello,
+    Checks,
+    Checked,
 }
 
 impl Kind {
@@ -133,6 +143,8 @@ impl Kind {
             frame::AUX_DATA => Some(Self::AuxData),
             frame::BOOTSTRAP => Some(Self::Bootstrap),
             frame::HELLO => Some(Self::Hello),
+            frame::CHECKS => Some(Self::Checks),
+            frame::CHECKED => Some(Self::Checked),
             frame::GUARD if frames.get(1) == Some(&frame::NO_ROOM) => Some(Self::Register),
             frame::GUARD if frames.len() <= MOST_STATUS_FRAMES => Some(Self::Status),
             frame::GUARD => Some(Self::TransferInfo),
@@ -150,6 +162,8 @@ impl Kind {
             Self::AuxData => "aux_data",
             Self::Bootstrap => "bootstrap",
             Self::Hello => "hello",
+            Self::Checks => "checks",
+            Self::Checked => "checked",
         }
     }
 
@@ -164,7 +178,9 @@ impl Kind {
             Self::AbortAck => (3, 4),
             Self::AuxData => (6, 6),
             Self::Bootstrap => (4, 4),
-            Self::Hello => (5, 5),
+            Self::Hello => (5, 6),
+            Self::Checks => (Checks::MIN_FRAMES, Checks::MIN_FRAMES),
+            Self::Checked => (Checked::MIN_FRAMES, Checked::MIN_FRAMES),
         }
     }
 }
@@ -226,6 +242,8 @@ pub fn decode_message<T: AsRef<[u8]>>(frames: &[T]) -> Result<Incoming, WireErro
         Kind::AuxData => ControlMessage::AuxData(AuxData::decode(&frames)?),
         Kind::Bootstrap => ControlMessage::Bootstrap(Bootstrap::decode(&frames)?),
         Kind::Hello => ControlMessage::Hello(Box::new(Hello::decode(&frames)?)),
+        Kind::Checks => ControlMessage::Checks(Box::new(Checks::decode(&frames)?)),
+        Kind::Checked => ControlMessage::Checked(Checked::decode(&frames)?),
     };
     Ok(Incoming {
         message,
@@ -257,11 +275,13 @@ impl ControlMessage {
             Self::AuxData(_) => Kind::AuxData.name(),
             Self::Bootstrap(_) => Kind::Bootstrap.name(),
             Self::Hello(_) => Kind::Hello.name(),
+            Self::Checks(_) => Kind::Checks.name(),
+            Self::Checked(_) => Kind::Checked.name(),
         }
     }
 
     /// The room that the message is about; a REGISTER and a HELLO are about none.
-    pub const fn room(&self) -> Option<Room> {
+    pub fn room(&self) -> Option<Room> {
         match self {
             Self::Register(_) | Self::Hello(_) => None,
             Self::TransferInfo(message) => Some(message.room),
@@ -270,6 +290,8 @@ impl ControlMessage {
             Self::AbortAck(message) => Some(message.room),
             Self::AuxData(message) => Some(message.room),
             Self::Bootstrap(message) => Some(message.room),
+            Self::Checks(message) => Some(message.room),
+            Self::Checked(message) => Some(message.room),
         }
     }
 
@@ -287,6 +309,8 @@ impl ControlMessage {
             Self::AuxData(message) => message.encode(),
             Self::Bootstrap(message) => Ok(message.encode()),
             Self::Hello(message) => message.encode(),
+            Self::Checks(message) => message.encode(),
+            Self::Checked(message) => Ok(message.encode()),
         }
     }
 
@@ -472,7 +496,7 @@ impl Bootstrap {
 
 impl Hello {
     fn decode(frames: &[&[u8]]) -> Result<Self, WireError> {
-        let [_hello, host, port, engine, register, ..] = frames else {
+        let [_hello, host, port, engine, register, rest @ ..] = frames else {
             return Err(WireError::TooFewFrames {
                 message: "hello",
                 need: 5,
@@ -483,17 +507,21 @@ impl Hello {
             endpoint: frame::parse_endpoint(host, port)?,
             engine: EngineDesc::unpack(engine)?,
             register: frame::parse_u64(register, "register number")?,
+            // A mode of later releases is none that we could ask for.
+            checks: rest.first().and_then(|mode| checks::parse_mode(mode).ok()),
         })
     }
 
     fn encode(&self) -> Result<Vec<Frame>, WireError> {
-        Ok(vec![
+        let mut frames = vec![
             frame::HELLO.to_vec(),
             self.endpoint.host.clone().into_bytes(),
             frame::ascii(self.endpoint.port),
             self.engine.pack()?,
             frame::ascii(self.register),
-        ])
+        ];
+        frames.extend(self.checks.map(|mode| mode.name().as_bytes().to_vec()));
+        Ok(frames)
     }
 }
 

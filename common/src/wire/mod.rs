@@ -4,6 +4,7 @@
 //! [`WireError`] that says where it stopped. Wire structs here mirror the frames; domain types
 //! are made from them in [`crate::schema`].
 
+pub mod checks;
 pub mod descriptor;
 pub mod directory;
 pub mod error;
@@ -17,6 +18,7 @@ pub mod route;
 pub mod status;
 pub mod transfer_info;
 
+pub use checks::{CheckGroup, Checked, Checks, MOST_CHECK_BYTES, MOST_CHECK_GROUPS};
 pub use descriptor::{EngineDesc, MemoryDesc, MemoryLocation};
 pub use directory::EngineEntry;
 pub use error::WireError;

@@ -89,6 +89,7 @@ proptest! {
         let full = match &message {
             ControlMessage::Abort(abort) => abort.reply_to.is_some() && abort.generation.is_some(),
             ControlMessage::AbortAck(ack) => ack.generation.is_some(),
+            ControlMessage::Hello(hello) => hello.checks.is_some(),
             _ => true,
         };
         prop_assume!(full && unknown.iter().all(|frame| !frame.starts_with(b"FRY1")));

@@ -1,10 +1,12 @@
 //! Strategies for every control message, and what is left of a message in a release's form.
 
-use common::ids::{Endpoint, Room};
+use common::check::{CheckMode, CheckRun};
+use common::ids::{ByteLen, ByteOffset, ComponentId, Endpoint, Room};
 use common::wire::descriptor::HANDLE_BYTES;
 use common::wire::{
-    Abort, AbortAck, AuxData, Bootstrap, ControlMessage, EngineDesc, FerryTrailer, Grant, Hello,
-    KvPoll, MemoryDesc, MemoryLocation, Register, Release, Status, TransferInfo,
+    Abort, AbortAck, AuxData, Bootstrap, CheckGroup, Checked, Checks, ControlMessage, EngineDesc,
+    FerryTrailer, Grant, Hello, KvPoll, MemoryDesc, MemoryLocation, Register, Release, Status,
+    TransferInfo,
 };
 use proptest::collection::vec;
 use proptest::option;
@@ -153,6 +155,57 @@ fn status() -> impl Strategy<Value = Status> {
     )
 }
 
+fn check_group() -> impl Strategy<Value = CheckGroup> {
+    let component = prop_oneof![
+        Just(ComponentId::Kv),
+        Just(ComponentId::Aux),
+        any::<u16>().prop_map(ComponentId::State),
+    ];
+    let run =
+        (any::<[u64; 3]>(), any::<u32>()).prop_map(|([offset, len, stride], count)| CheckRun {
+            offset: ByteOffset(offset),
+            len: ByteLen(len),
+            stride,
+            count,
+        });
+    let lists = (
+        vec(any::<u32>(), 1..5),
+        vec(run, 1..5),
+        vec(any::<u64>(), 1..9),
+    );
+    (component, lists).prop_map(|(component, (tensors, runs, sums))| CheckGroup {
+        component,
+        tensors,
+        runs,
+        sums,
+    })
+}
+
+fn checks() -> impl Strategy<Value = Checks> {
+    let numbers = (any::<i64>(), any::<u64>(), select(&CheckMode::ALL[..]));
+    (room(), numbers, vec(check_group(), 0..4)).prop_map(
+        |(room, (prefill_rank, token, mode), groups)| Checks {
+            room,
+            prefill_rank,
+            token,
+            mode,
+            groups,
+        },
+    )
+}
+
+fn checked() -> impl Strategy<Value = Checked> {
+    let mismatch = option::of("\\PC{1,40}");
+    (room(), endpoint(), any::<u64>(), mismatch).prop_map(|(room, endpoint, token, mismatch)| {
+        Checked {
+            room,
+            endpoint,
+            token,
+            mismatch,
+        }
+    })
+}
+
 /// Any message that can be sent.
 pub fn message() -> impl Strategy<Value = ControlMessage> {
     let generation = || option::of(any::<i64>());
@@ -176,13 +229,17 @@ pub fn message() -> impl Strategy<Value = ControlMessage> {
         data,
     });
     let bootstrap = (room(), endpoint()).prop_map(|(room, reply_to)| Bootstrap { room, reply_to });
-    let hello = (endpoint(), engine_desc(), any::<u64>());
-    let hello = hello.prop_map(|(endpoint, engine, register)| Hello {
+    let mode = option::of(select(&CheckMode::ALL[..]));
+    let hello = (endpoint(), engine_desc(), any::<u64>(), mode);
+    let hello = hello.prop_map(|(endpoint, engine, register, checks)| Hello {
         endpoint,
         engine,
         register,
+        checks,
     });
     prop_oneof![
+        checks().prop_map(|message| ControlMessage::Checks(Box::new(message))),
+        checked().prop_map(ControlMessage::Checked),
         hello.prop_map(|message| ControlMessage::Hello(Box::new(message))),
         status().prop_map(ControlMessage::Status),
         abort.prop_map(ControlMessage::Abort),

@@ -7,9 +7,20 @@ use transfer_actor::bootstrap_access::plain_http;
 
 /// The counter of moved bytes.
 const TRANSFER_BYTES: &str = "ferry_transfer_bytes_total";
+/// The counter of bytes that were compared with checksums.
+const VERIFY_BYTES: &str = "ferry_verify_bytes_total";
 
 /// Bytes that the service has moved so far, by component.
 pub async fn transfer_bytes(url: &str) -> Result<BTreeMap<String, u64>> {
+    bytes_by_component(url, TRANSFER_BYTES).await
+}
+
+/// Bytes that the service has compared with checksums so far, by component.
+pub async fn verified_bytes(url: &str) -> Result<BTreeMap<String, u64>> {
+    bytes_by_component(url, VERIFY_BYTES).await
+}
+
+async fn bytes_by_component(url: &str, counter: &str) -> Result<BTreeMap<String, u64>> {
     let client = plain_http().no_proxy().build()?;
     let response = client
         .get(url)
@@ -17,13 +28,13 @@ pub async fn transfer_bytes(url: &str) -> Result<BTreeMap<String, u64>> {
         .await
         .with_context(|| format!("reading {url}"))?;
     let text = response.error_for_status()?.text().await?;
-    sum_by_component(&text)
+    sum_by_component(&text, counter)
 }
 
-fn sum_by_component(text: &str) -> Result<BTreeMap<String, u64>> {
+fn sum_by_component(text: &str, counter: &str) -> Result<BTreeMap<String, u64>> {
     let mut sums = BTreeMap::new();
     for line in text.lines() {
-        let Some(rest) = line.strip_prefix(TRANSFER_BYTES) else {
+        let Some(rest) = line.strip_prefix(counter) else {
             continue;
         };
         let Some((labels, value)) = rest
@@ -67,12 +78,14 @@ ferry_transfer_bytes_total{component=\"kv\",role=\"prefill\",transport=\"tcp\"} 
 ferry_transfer_bytes_total{component=\"mamba\",role=\"prefill\",transport=\"cma\"} 7
 ferry_transfer_ranges_total{component=\"kv\",role=\"prefill\",transport=\"cma\"} 9
 ";
-        let sums = sum_by_component(text).expect("it is well formed");
+        let sums = sum_by_component(text, TRANSFER_BYTES).expect("it is well formed");
         assert_eq!(
             sums,
             BTreeMap::from([("kv".to_owned(), 123), ("mamba".to_owned(), 7)])
         );
-        assert!(sum_by_component("ferry_transfer_bytes_total{role=\"x\"} 1").is_err());
-        assert!(sum_by_component("ferry_transfer_bytes_total{component=\"x\"} 1.5").is_err());
+        for bad in ["{role=\"x\"} 1", "{component=\"x\"} 1.5"] {
+            let line = format!("{TRANSFER_BYTES}{bad}");
+            assert!(sum_by_component(&line, TRANSFER_BYTES).is_err(), "{bad}");
+        }
     }
 }

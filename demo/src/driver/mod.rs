@@ -95,6 +95,7 @@ async fn run_to_end(plan: &RunPlan, stage: &mut Stage) -> Result<()> {
 async fn run_on(plan: &RunPlan, stage: &mut Stage) -> Result<Totals> {
     let engines = stage.engines.clone();
     let metrics_url = stage.metrics_url(Side::Prefill);
+    let decode_url = stage.metrics_url(Side::Decode);
     let run = async {
         let metrics_before = metrics::transfer_bytes(&metrics_url).await?;
         let totals = router::send_all(plan, &engines).await?;
@@ -108,6 +109,8 @@ async fn run_on(plan: &RunPlan, stage: &mut Stage) -> Result<Totals> {
             "{}",
             totals.compare_with_metrics(&metrics_before, &metrics_after)?
         );
+        let compared = metrics::verified_bytes(&decode_url).await?;
+        print!("{}", totals.check_verified(plan.args.verify, &compared)?);
         Ok(totals)
     };
     tokio::select! {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use super::plan::{RunPlan, component_order, human_bytes};
+use crate::args::Verify;
 use crate::engine::{Checked, Moved};
 
 /// What is known of one component.
@@ -187,6 +188,38 @@ impl Totals {
                 "the service's byte counts are not those counted here: {}",
                 wrong.join("; ")
             );
+        }
+        Ok(text)
+    }
+
+    /// What the services compared with checksums must be what they were told to: all of the bytes
+    /// that arrived, some of each component, or none.
+    pub fn check_verified(
+        &self,
+        verify: Verify,
+        compared: &BTreeMap<String, u64>,
+    ) -> Result<String> {
+        let mut text = String::new();
+        for (label, totals) in self.components.values() {
+            let bytes = compared.get(label).copied().unwrap_or(0);
+            let arrived = totals.received_bytes;
+            let is_right = match verify {
+                Verify::Off => bytes == 0,
+                Verify::Sampled => (1..=arrived).contains(&bytes),
+                Verify::Full => bytes == arrived,
+            };
+            if !is_right {
+                bail!(
+                    "--verify {}: {bytes} of {arrived} bytes of {label} were compared with checksums",
+                    verify.name()
+                );
+            }
+            if verify != Verify::Off {
+                let _ = writeln!(
+                    text,
+                    "checksums: {label} {bytes} of {arrived} bytes compared by the services"
+                );
+            }
         }
         Ok(text)
     }

@@ -165,6 +165,8 @@ impl Stage {
             "--metrics-listen".as_ref(),
             format!("127.0.0.1:{port}").as_ref(),
         ]);
+        let verify = plan.args.verify.name();
+        arguments.extend(os_strings(["--verify".as_ref(), verify.as_ref()]));
         let transports = match plan.args.transport {
             Transport::Auto => None,
             Transport::Shm => Some("shm"),

@@ -6,6 +6,7 @@ mod view;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use common::check::CheckMode;
 use common::plan::PlannerOptions;
 use common::topology::ParallelConfig;
 use futures::executor::block_on;
@@ -100,6 +101,7 @@ struct Options {
     cma_trust_descriptors: bool,
     fault_opt: Option<FaultSpec>,
     timeouts: Timeouts,
+    verify_opt: Option<CheckMode>,
 }
 
 /// A rank of this process. It ends with `stop`, or when nobody holds it any more.
@@ -155,6 +157,7 @@ async fn start(
         limits: Limits::default(),
         planner: PlannerOptions::default(),
         push: PushOptions::default(),
+        verify_opt: options.verify_opt,
     };
     let handle = RankHandle::start(config, engine.clone(), buffers, metrics).await?;
     Ok(Parts {
@@ -170,7 +173,7 @@ impl Rank {
     #[new]
     #[pyo3(signature = (description, pools, *, host, transports, cma_trust_descriptors,
                         bootstrap_timeout_s, waiting_timeout_s, transfer_timeout_s,
-                        heartbeat_interval_s, heartbeat_misses))]
+                        heartbeat_interval_s, heartbeat_misses, verify))]
     #[allow(clippy::too_many_arguments, reason = "all but two are named")]
     fn new(
         py: Python<'_>,
@@ -184,6 +187,7 @@ impl Rank {
         transfer_timeout_s: f64,
         heartbeat_interval_s: f64,
         heartbeat_misses: u32,
+        verify: &str,
     ) -> PyResult<Self> {
         let request: AttachRequest = serde_json::from_str(description)
             .map_err(|error| raised(py, &bad_rank(format!("the rank's description: {error}"))))?;
@@ -201,6 +205,13 @@ impl Rank {
                 heartbeat: seconds(heartbeat_interval_s)?,
                 heartbeat_misses,
                 ..Timeouts::default()
+            },
+            verify_opt: match verify {
+                "off" => None,
+                name => Some(CheckMode::from_name(name).ok_or_else(|| {
+                    let message = format!("verify {name:?}: there are off, sampled and full");
+                    raised(py, &bad_rank(message))
+                })?),
             },
         };
         let pools = pools.iter().map(memory_of).collect::<PyResult<_>>()?;

@@ -80,6 +80,15 @@ impl RoomView {
         self.0.release_safe
     }
 
+    /// How far its bytes were compared with checksums: `pending`, `sampled`, `full`, `mismatch` or
+    /// `unavailable`; `None` where nobody asked for that.
+    #[getter]
+    fn verification(&self) -> Option<&'static str> {
+        self.0
+            .verification
+            .map(transfer_actor::api::Verification::name)
+    }
+
     /// What each component has moved to each decode rank (prefill).
     #[getter]
     fn transfers(&self) -> Vec<TransferView> {

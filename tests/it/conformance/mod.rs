@@ -13,6 +13,7 @@
 //! Every test compares every byte of every destination with what the model's logical shape says,
 //! those that must not change too.
 
+mod checksums;
 mod dummies;
 mod ends;
 mod model;
@@ -119,6 +120,7 @@ fn setting() -> Setting {
         model: Model::hybrid(),
         host: IpAddr::V4(Ipv4Addr::LOCALHOST),
         allocation_policy: "early".to_owned(),
+        verify_opt: None,
         release: NEWEST_RELEASE.to_owned(),
         aux_by_write: false,
         fault_opt: None,

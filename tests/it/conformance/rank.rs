@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::check::CheckMode;
 use common::ids::{ByteLen, ByteOffset};
 use common::metrics::CONTROL_MESSAGES;
 use common::plan::PlannerOptions;
@@ -69,6 +70,8 @@ pub struct Setting {
     /// The loopback address that everything binds and names.
     pub host: IpAddr,
     pub allocation_policy: String,
+    /// Whether our ranks want bytes to be compared by checksums.
+    pub verify_opt: Option<CheckMode>,
     /// SGLang's release.
     pub release: String,
     /// Whether SGLang writes aux rows by its engine instead of sending them as messages.
@@ -188,6 +191,7 @@ impl Rank {
             limits: Limits::default(),
             planner: PlannerOptions::default(),
             push: PushOptions::default(),
+            verify_opt: setting.verify_opt,
         };
         let registry = Registry::new();
         let metrics = TransferMetrics::new(&registry).expect("new names");
@@ -406,6 +410,20 @@ impl Rank {
                 sent.filter(|message| message["kind"] == "STATUS").count()
             }
         }
+    }
+
+    /// The sum of a counter over all of its labels; none of a rank of SGLang's.
+    pub fn counted(&self, name: &str) -> Option<u64> {
+        let Side::Ours(rank) = &self.side else {
+            return None;
+        };
+        let families = rank.registry.gather();
+        let counters = families
+            .iter()
+            .filter(|family| family.name() == name)
+            .flat_map(|family| family.get_metric());
+        let values = counters.map(|metric| metric.get_counter().get_value() as u64);
+        Some(values.sum())
     }
 
     /// Opens a room; `aux_row` is the source row of a prefill.

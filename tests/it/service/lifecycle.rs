@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use tests::process::{PATIENCE, wait_for};
 use tests::service::TransferService;
-use transfer_actor::api::{RoomStatus, RoomView};
+use transfer_actor::api::{RoomStatus, RoomView, Verification};
 
 use super::{
-    K, MAMBA, Pair, SmallEngine, begin, begin_and_stall, cross, first_content, on_every_transport,
-    whole_chunk,
+    AUX_BYTES, K, KV_BYTES, MAMBA, MAMBA_BYTES, Pair, SmallEngine, begin, begin_and_stall,
+    content_after_crossing, cross, first_content, on_every_transport, whole_chunk,
 };
 
 on_every_transport!(
@@ -24,6 +24,9 @@ on_every_transport!(
     a_killed_decode_fails_the_rooms_that_wait_for_their_engine,
     a_killed_decode_leaves_the_prefill_serving_its_successor,
     a_room_that_was_announced_and_never_sent_is_cleared_and_used_again,
+    compared_rooms_say_so_on_both_sides,
+    a_flipped_byte_fails_its_room_on_both_sides_and_is_named_with_its_place,
+    a_sample_has_a_range_of_every_component,
 );
 
 /// From a failure, or the death of a process, to what its peers tell their engines, at most. The
@@ -313,4 +316,125 @@ fn a_room_that_was_announced_and_never_sent_is_cleared_and_used_again(transport:
     assert_eq!(pair.decode.content(), first_content("decode"));
     cross(&pair.prefill, &pair.decode, 1);
     assert!(begun.elapsed() < PATIENCE);
+}
+
+/// One request whose bytes are compared, or fail to be the same.
+fn cross_compared(pair: &Pair, room: u64) -> [RoomView; 2] {
+    begin(&pair.prefill, &pair.decode, room);
+    pair.prefill
+        .send(room, whole_chunk())
+        .expect("it is accepted");
+    [&pair.decode, &pair.prefill].map(|engine| engine.wait(room, RoomStatus::Success))
+}
+
+fn compared_bytes(pair: &Pair, component: &str) -> f64 {
+    let labels = [&*format!("component=\"{component}\"")];
+    let service = &pair.decode_service;
+    service.metric("ferry_verify_bytes_total", &labels)
+}
+
+fn compared_rooms_say_so_on_both_sides(transport: &str) {
+    // The decode asks; what the prefill is told is the least that it does.
+    for (prefill, decode, expected) in [
+        ("off", "full", Verification::Full),
+        ("full", "sampled", Verification::Full),
+        ("off", "sampled", Verification::Sampled),
+    ] {
+        let pair = Pair::start_over(transport, &["--verify", prefill], &["--verify", decode]);
+        let [at_decode, at_prefill] = cross_compared(&pair, 1);
+        assert_eq!(at_prefill.verification, Some(expected), "{at_prefill:?}");
+        assert_eq!(at_decode.verification, Some(expected), "{at_decode:?}");
+        assert_moved_over(&at_prefill, transport);
+        assert_eq!(pair.decode.content(), content_after_crossing());
+        if expected == Verification::Full {
+            for (component, bytes) in [("kv", KV_BYTES), ("mamba", MAMBA_BYTES), ("aux", AUX_BYTES)]
+            {
+                assert_eq!(
+                    compared_bytes(&pair, component),
+                    bytes as f64,
+                    "{component}"
+                );
+            }
+        }
+        for engine in [&pair.prefill, &pair.decode] {
+            engine.clear(1);
+        }
+    }
+}
+
+/// The numbers that a reason shows as checksums.
+fn sums_in(reason: &str) -> Vec<&str> {
+    let is_sum =
+        |word: &&str| word.len() == 16 && word.chars().all(|digit| digit.is_ascii_hexdigit());
+    reason.split([' ', ',']).filter(is_sum).collect()
+}
+
+fn a_flipped_byte_fails_its_room_on_both_sides_and_is_named_with_its_place(transport: &str) {
+    for (component, place) in [
+        ("kv", "tensor 0, page 3 (bytes 192 to 256)"),
+        ("mamba", "tensor 0, row 6 (bytes 384 to 448)"),
+        ("aux", "tensor 0, row 3 (bytes 192 to 256)"),
+    ] {
+        let fault = format!("flip:{component}");
+        let pair = Pair::start_over(
+            transport,
+            &["--inject-fault", &fault],
+            &["--verify", "full"],
+        );
+        for view in cross_compared(&pair, 1) {
+            assert_eq!(view.status, RoomStatus::Failed, "{view:?}");
+            assert_eq!(view.verification, Some(Verification::Mismatch), "{view:?}");
+            let reason = view.reason.unwrap_or_default();
+            assert!(
+                reason.contains(&format!("{component} is not what was sent")),
+                "{reason}"
+            );
+            assert!(reason.contains(place), "{reason}");
+            let sums = sums_in(&reason);
+            assert!(sums.len() == 2 && sums[0] != sums[1], "{reason}");
+        }
+        let labels = [&*format!("component=\"{component}\"")];
+        let mismatches = pair
+            .decode_service
+            .metric("ferry_verify_mismatches_total", &labels);
+        assert_eq!(mismatches, 1.0);
+        for engine in [&pair.decode, &pair.prefill] {
+            wait_until_safe(engine, 1);
+            engine.clear(1);
+        }
+        cross(&pair.prefill, &pair.decode, 1);
+    }
+}
+
+fn a_sample_has_a_range_of_every_component(transport: &str) {
+    for component in ["mamba", "aux"] {
+        let fault = format!("flip:{component}");
+        let pair = Pair::start_over(
+            transport,
+            &["--inject-fault", &fault],
+            &["--verify", "sampled"],
+        );
+        for view in cross_compared(&pair, 1) {
+            assert_eq!(view.status, RoomStatus::Failed, "{view:?}");
+            let reason = view.reason.unwrap_or_default();
+            assert!(reason.contains(component), "{reason}");
+        }
+        // Of six ranges of pages one is compared.
+        let at_least = compared_bytes(&pair, "kv");
+        assert!(at_least <= 64.0, "{at_least}");
+    }
+}
+
+/// A peer that does not ask is served without, and each side says so of the room.
+#[test]
+fn a_decode_that_does_not_ask_is_served_and_counted() {
+    let pair = Pair::start_over("tcp", &["--verify", "full"], &[]);
+    let [at_decode, at_prefill] = cross_compared(&pair, 1);
+    assert_eq!(at_prefill.status, RoomStatus::Success);
+    assert_eq!(at_prefill.verification, Some(Verification::Unavailable));
+    assert_eq!(at_decode.verification, None);
+    let count = pair
+        .prefill_service
+        .metric("ferry_verify_unavailable_total", &["role=\"prefill\""]);
+    assert_eq!(count, 1.0);
 }

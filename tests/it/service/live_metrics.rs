@@ -149,7 +149,8 @@ fn the_bytes_that_moved_are_counted_once_under_their_component() {
 
 #[test]
 fn every_query_of_the_transfer_dashboard_finds_a_series_with_its_labels() {
-    let mut pair = Pair::start(&["--inject-fault", "fail:kv:1"]);
+    let fault = ["--inject-fault", "fail:kv:1"];
+    let mut pair = Pair::start_over("tcp", &fault, &["--verify", "sampled"]);
     cross(&pair.prefill, &pair.decode, 1);
     let texts = make_everything_happen(&mut pair);
     let served = served(&texts.join("\n"));

@@ -22,7 +22,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use actix::ArbiterHandle;
-use common::ids::Room;
+use common::check::CheckMode;
+use common::ids::{ComponentId, Room};
 use common::plan::PlannerOptions;
 use common::schema::RankLayout;
 use common::topology::ParallelConfig;
@@ -65,6 +66,8 @@ pub struct RankConfig {
     pub planner: PlannerOptions,
     /// How peers are sent to.
     pub push: PushOptions,
+    /// Whether bytes are compared by checksums before a Success, and how many.
+    pub verify_opt: Option<CheckMode>,
 }
 
 /// A rank's registered buffers, parallel to its layout; `None` where a buffer is elided. The label
@@ -79,6 +82,18 @@ pub struct RankBuffers {
     pub aux: Vec<Option<Region>>,
     /// State components.
     pub states: Vec<Vec<Option<Region>>>,
+}
+
+impl RankBuffers {
+    /// The buffer of one tensor; `None` where it is elided, or there is none.
+    pub(crate) fn region(&self, component: ComponentId, tensor: usize) -> Option<&Region> {
+        let tensors = match component {
+            ComponentId::Kv => &self.kv,
+            ComponentId::Aux => &self.aux,
+            ComponentId::State(index) => self.states.get(usize::from(index))?,
+        };
+        tensors.get(tensor)?.as_ref()
+    }
 }
 
 /// A rank as it is now, for people and tests.

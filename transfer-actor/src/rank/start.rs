@@ -197,6 +197,7 @@ fn bring_up(
                 unique_rank: i64::from(unique.get()),
                 is_deferred: config.engine.decode_allocation_policy == PREFILL_COMPLETE,
                 contact: (control.clone(), engine.desc()),
+                checks_opt: config.verify_opt,
             };
             let core = PrefillCore::new(identity, config.timeouts, config.limits);
             (RankCore::Prefill(Box::new(core)), None)
@@ -209,6 +210,7 @@ fn bring_up(
                 register: register.clone(),
                 allocation_policy: config.engine.decode_allocation_policy.clone(),
                 first_generation: first_generation(),
+                checks_opt: config.verify_opt,
             };
             let core = DecodeCore::new(identity, config.timeouts, config.limits);
             (RankCore::Decode(Box::new(core)), Some(register))

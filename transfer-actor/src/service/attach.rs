@@ -250,6 +250,7 @@ async fn attach(
             strict_lengths: config.strict_lengths,
         },
         push: config.push_options(),
+        verify_opt: config.verify.mode(),
     };
     let metrics = Arc::clone(&service.metrics);
     let started = RankHandle::start(rank_config, engine.clone(), buffers, metrics).await;

@@ -50,6 +50,13 @@ impl RankActor {
                 let waits = self.metrics.chunk_waits.with_label_values(&[role]);
                 waits.inc_by(*portions as u64);
             }
+            Counted::Mismatched { component } => {
+                self.metrics
+                    .verify_mismatches
+                    .with_label_values(&[component])
+                    .inc();
+            }
+            Counted::Uncompared { peer } => self.note_uncompared(peer),
             Counted::Late { kind } => {
                 self.metrics
                     .late_messages
@@ -70,6 +77,7 @@ impl RankActor {
                 truncated_items,
                 elapsed,
                 transport,
+                ..
             } => {
                 self.tally.moved(component, *bytes);
                 let labels = TransferLabels {

@@ -1,10 +1,11 @@
 //! The shell around the core: mailbox, clock, sockets, sessions and children.
 
+mod compare;
 mod count;
 mod handlers;
 mod log_limit;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -107,7 +108,7 @@ pub(crate) struct RankActor {
     pub(super) tally: Tally,
     reports: Targets,
     pub(super) components: HashMap<ComponentKey, Addr<ComponentActor>>,
-    pub(super) published: std::collections::HashSet<String>,
+    pub(super) published: HashSet<String>,
     pub(super) last_census: [usize; 5],
     /// Bytes on their way, and chunks that wait, as they were last published.
     pub(super) last_in_flight: (i64, i64),
@@ -117,6 +118,8 @@ pub(crate) struct RankActor {
     /// Messages on their way to the kernel.
     sending: usize,
     malformed_log: LogLimit,
+    /// Peers of which it was said that their bytes are not compared.
+    uncompared: HashSet<Endpoint>,
 }
 
 impl RankActor {
@@ -155,7 +158,7 @@ impl RankActor {
             tally: Tally::default(),
             reports: Targets::default(),
             components: HashMap::new(),
-            published: std::collections::HashSet::new(),
+            published: HashSet::new(),
             last_census: [0; 5],
             last_in_flight: (0, 0),
             waiters: HashMap::new(),
@@ -163,6 +166,7 @@ impl RankActor {
             last_rails: Vec::new(),
             sending: 0,
             malformed_log: LogLimit::default(),
+            uncompared: HashSet::new(),
         }
     }
 
@@ -240,6 +244,11 @@ impl RankActor {
                 life,
                 engine,
             } => self.watch_process(endpoint, life, *engine),
+            Effect::Compare {
+                generation,
+                announcement,
+                checks,
+            } => self.compare(generation, announcement, *checks, context),
             Effect::WriteAux {
                 room,
                 buffer_index,
@@ -275,7 +284,11 @@ impl RankActor {
         let kind = message.kind();
         let is_said_once = matches!(
             message,
-            ControlMessage::Status(_) | ControlMessage::AbortAck(_) | ControlMessage::Hello(_)
+            ControlMessage::Status(_)
+                | ControlMessage::AbortAck(_)
+                | ControlMessage::Hello(_)
+                | ControlMessage::Checks(_)
+                | ControlMessage::Checked(_)
         );
         let encoded = match generation_opt {
             Some(generation) => {
@@ -706,6 +719,7 @@ impl Drop for RankActor {
             last_rails: std::mem::take(&mut self.last_rails),
             sending: 0,
             malformed_log: LogLimit::default(),
+            uncompared: std::mem::take(&mut self.uncompared),
         };
         // Nobody is left to take it when the rank's thread ends.
         let _ = self.successors.send(successor);

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::check::CheckMode;
 use common::ids::{ComponentId, Endpoint, Generation, Room};
 use common::plan::PeerPlanner;
 use common::topology::RankMapping;
-use common::wire::{ControlMessage, EngineDesc, Grant, KvPoll, MemoryDesc, UnreadableSender};
+use common::wire::{
+    CheckGroup, Checks, ControlMessage, EngineDesc, Grant, KvPoll, MemoryDesc, UnreadableSender,
+};
 
 /// Everything that can happen to a rank, in one queue.
 #[derive(Clone, Debug)]
@@ -56,6 +59,17 @@ pub enum Event {
     },
     /// A component actor ended one piece of work, or died.
     Component(ComponentReport),
+    /// What a prefill rank says of its bytes was compared with what is here (decode).
+    Compared {
+        /// The room.
+        room: Room,
+        /// Its generation then.
+        generation: Generation,
+        /// The prefill rank.
+        prefill_rank: i64,
+        /// What differs.
+        result: Result<(), Mismatch>,
+    },
     /// The bootstrap server answered (decode).
     Resolved {
         /// The room that asked.
@@ -128,6 +142,15 @@ pub enum Event {
         /// Why.
         reason: String,
     },
+}
+
+/// Bytes here that are not those that a prefill rank has sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// The component's label.
+    pub component: &'static str,
+    /// Which tensor and range, and both checksums.
+    pub reason: String,
 }
 
 /// One process behind a control socket, by the order in which they were met.
@@ -212,6 +235,8 @@ pub enum ComponentOutcome {
         elapsed: Duration,
         /// The transport's name.
         transport: &'static str,
+        /// Checksums of its source, if the decode rank asks for them.
+        checks: Vec<CheckGroup>,
     },
     /// It failed, or was cancelled.
     Failed {
@@ -290,6 +315,8 @@ pub struct PeerLink {
     pub states: Vec<Vec<Option<MemoryDesc>>>,
     /// Joins the two sides' layouts.
     pub planner: PeerPlanner,
+    /// Whether it compares checksums before it believes a Success, and of how much.
+    pub checks_opt: Option<CheckMode>,
 }
 
 /// One piece of work for a component actor. It was checked; the actor plans it again and writes.
@@ -391,6 +418,16 @@ pub enum Effect {
         /// The bytes.
         data: Vec<u8>,
     },
+    /// Compare what a prefill rank says of its bytes with what is here (decode); one
+    /// [`Event::Compared`] answers it.
+    Compare {
+        /// The room's generation.
+        generation: Generation,
+        /// Where the room's bytes are.
+        announcement: Arc<Announcement>,
+        /// The checksums.
+        checks: Box<Checks>,
+    },
     /// A peer has said which engine it has: watch its process.
     Met {
         /// Its control socket.
@@ -449,6 +486,16 @@ pub enum Counted {
     Waiting {
         /// For how many decode ranks.
         portions: usize,
+    },
+    /// Bytes that a decode rank found are not those that were sent to it.
+    Mismatched {
+        /// The component's label.
+        component: &'static str,
+    },
+    /// A room's bytes from this peer are not compared, though this rank asks for it.
+    Uncompared {
+        /// The peer.
+        peer: Endpoint,
     },
     /// Rooms that a peer announced were dropped before the engine opened them.
     Orphaned {

@@ -76,6 +76,8 @@ pub struct Limits {
     pub early_rooms: usize,
     /// What those rooms' messages may take together, in bytes.
     pub early_bytes: usize,
+    /// What the checksums that are being compared, or wait for it, may take together, in bytes.
+    pub check_bytes: usize,
     /// Registered peers.
     pub peers: usize,
     /// Tombstones.
@@ -111,6 +113,7 @@ impl Default for Limits {
             rooms: 65_536,
             early_rooms: 65_536,
             early_bytes: 256 * 1024 * 1024,
+            check_bytes: 256 * 1024 * 1024,
             peers: 16_384,
             tombstones: 65_536,
             rooms_per_peer: 65_536,

@@ -14,6 +14,7 @@ use crate::rank::core::event::{
     ChunkCommand, ComponentKey, ComponentOutcome, Counted, Effect, PeerLink, Work,
 };
 use crate::rank::core::flight::Portion;
+use crate::rank::core::prefill::Comparison;
 use crate::rank::core::rules::{Rule, holds};
 
 /// A decode rank that this room feeds.
@@ -122,6 +123,8 @@ pub(super) struct PrefillRoom {
     pub was_poisoned: bool,
     /// Cleared by the engine while work was pending.
     pub is_cleared: bool,
+    /// What is compared before it succeeds.
+    pub comparison: Comparison,
 }
 
 impl PrefillRoom {
@@ -153,6 +156,7 @@ impl PrefillRoom {
             is_source_held: false,
             was_poisoned: false,
             is_cleared: false,
+            comparison: Comparison::default(),
         }
     }
 
@@ -233,6 +237,7 @@ impl PrefillRoom {
     pub fn finish(&mut self, poll: KvPoll, now: Instant, effects: &mut Vec<Effect>) {
         self.advance(poll, effects);
         self.touched = now;
+        self.comparison.forget();
         effects.push(Effect::Count(Counted::RoomFinished {
             room: self.room,
             poll,
@@ -511,6 +516,7 @@ impl PrefillRoom {
                 ranges,
                 elapsed,
                 transport,
+                checks,
                 ..
             } => {
                 moved.bytes += bytes;
@@ -518,7 +524,12 @@ impl PrefillRoom {
                 moved.elapsed += *elapsed;
                 moved.transport = transport;
                 moved.outcome_opt.get_or_insert("success");
-                None
+                // One that has failed tells nothing any more.
+                let added = match self.poll.is_terminal() {
+                    true => Ok(()),
+                    false => self.comparison.add(&key.endpoint, checks),
+                };
+                added.err()
             }
             ComponentOutcome::Failed {
                 reason,

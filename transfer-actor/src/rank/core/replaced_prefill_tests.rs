@@ -52,6 +52,7 @@ fn decode() -> RankCore {
         layout,
         register,
         allocation_policy: "early".to_owned(),
+        checks_opt: None,
         first_generation: 0,
         is_only_way_in: |_, peer| peer.hostname == "tcp only",
     };

@@ -70,6 +70,12 @@ pub(crate) enum Rule {
     WaitingBegins,
     /// No more rooms are open with one peer than may be.
     RoomsPerPeer,
+    /// A decode that asks for checksums believes a Success only once they are equal.
+    SuccessAfterComparison,
+    /// A prefill that is asked for checksums says Success only once they are found equal.
+    SuccessAfterAnswer,
+    /// Places are not free while a comparison reads them.
+    ReadBeforeRelease,
 }
 
 #[cfg(not(test))]
@@ -98,7 +104,7 @@ mod broken {
     }
 
     /// Every rule.
-    pub(crate) const ALL: [Rule; 33] = [
+    pub(crate) const ALL: [Rule; 36] = [
         Rule::AckAfterDrain,
         Rule::NoAckWhenPoisoned,
         Rule::NoWriteAfterFailure,
@@ -132,6 +138,9 @@ mod broken {
         Rule::InFlightIsBounded,
         Rule::WaitingBegins,
         Rule::RoomsPerPeer,
+        Rule::SuccessAfterComparison,
+        Rule::SuccessAfterAnswer,
+        Rule::ReadBeforeRelease,
     ];
 
     /// Leaves a rule out on this thread, or none.

@@ -281,6 +281,7 @@ async fn start(
         limits: Limits::default(),
         planner: PlannerOptions::default(),
         push: PushOptions::default(),
+        verify_opt: None,
     };
     let metrics = Arc::new(TransferMetrics::new(&Registry::new()).expect("new names"));
     let rank = RankHandle::start(config, engine, pool.buffers.clone(), Arc::clone(&metrics)).await;

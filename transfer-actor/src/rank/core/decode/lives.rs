@@ -19,6 +19,8 @@ pub(super) struct Met {
     pub register: u64,
     /// Whether nothing has gone wrong since it answered last.
     pub is_current: bool,
+    /// Whether it lets its bytes be compared.
+    pub compares: bool,
 }
 
 /// What is known of the process that may write for a room.
@@ -45,7 +47,9 @@ impl DecodeCore {
         self.last_register += 1;
         self.registers.insert(endpoint.clone(), self.last_register);
         let mut register = self.identity.register.clone();
-        register.engine = register.engine.with_rank_tag(self.last_register);
+        register.engine = register
+            .engine
+            .with_rank_tag(self.last_register, self.identity.checks_opt);
         Some(ControlMessage::Register(Box::new(register)))
     }
 
@@ -55,6 +59,7 @@ impl DecodeCore {
             endpoint,
             engine,
             register,
+            checks,
         } = hello;
         let is_answer =
             self.registered.contains(&endpoint) && self.registers.get(&endpoint) == Some(&register);
@@ -78,6 +83,7 @@ impl DecodeCore {
                 life,
                 register,
                 is_current: true,
+                compares: checks.is_some(),
             },
         );
         for prefill in self.prefills.values_mut() {

@@ -28,6 +28,7 @@ impl DecodeCore {
             ControlMessage::AbortAck(ack) => self.abort_ack(&ack),
             ControlMessage::AuxData(aux) => self.aux_data(aux),
             ControlMessage::Hello(hello) => self.hello(*hello),
+            ControlMessage::Checks(checks) => self.checks(*checks, generation_opt, now),
             // A prefill's messages come to decode ranks only; the others are nobody's.
             other => vec![late(other.kind())],
         }
@@ -53,6 +54,11 @@ impl DecodeCore {
             return vec![late("status")];
         };
         let (endpoint, is_dummy) = (target.endpoint.clone(), target.is_dummy);
+        let is_compared = state.comparisons.allow_success(
+            status.prefill_rank,
+            self.identity.checks_opt,
+            self.met.get(&endpoint),
+        );
         let is_named = generation_opt.is_some();
         let is_certain = is_named || !(target.is_ferry || state.is_ambiguous);
         state.touched = now;
@@ -85,7 +91,17 @@ impl DecodeCore {
                 self.forget_prefill(&endpoint);
                 self.fail(room, &reason, now, &mut effects);
             }
+            KvPoll::Success if !is_compared && holds(Rule::SuccessAfterComparison) => {
+                let reason = format!(
+                    "prefill rank {} reports a success without waiting for its checksums to be compared",
+                    status.prefill_rank
+                );
+                self.fail(room, &reason, now, &mut effects);
+            }
             KvPoll::Success => {
+                if self.identity.checks_opt.is_some() {
+                    effects.extend(state.comparisons.not_to_be(status.prefill_rank, &endpoint));
+                }
                 state.successes.insert(status.prefill_rank);
                 let required = match holds(Rule::EveryPrefillSucceeds) {
                     true => state.prefill_opt.as_ref().map_or(u32::MAX, |prefill| {

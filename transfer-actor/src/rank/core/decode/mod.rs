@@ -1,5 +1,6 @@
 //! The rules of a decode rank.
 
+mod checks;
 mod end;
 mod grants;
 mod lives;
@@ -9,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
+use common::check::CheckMode;
 use common::ids::{Endpoint, Generation, Room};
 use common::room::advance;
 use common::schema::RankLayout;
@@ -43,6 +45,8 @@ pub struct DecodeIdentity {
     /// Whether all that a prefill's engine, the second, can write to this one passes this one's own
     /// hands, so that its permission can be taken back.
     pub is_only_way_in: fn(&EngineDesc, &EngineDesc) -> bool,
+    /// Whether it compares checksums before it believes a Success, and of how much.
+    pub checks_opt: Option<CheckMode>,
 }
 
 /// One use of a room.
@@ -79,6 +83,8 @@ struct DecodeRoom {
     is_abort_sent: bool,
     /// Whether messages about an older use of the number may still come.
     is_ambiguous: bool,
+    /// How far the bytes of its prefill ranks were compared.
+    comparisons: checks::Comparisons,
 }
 
 /// All rooms of one decode rank.
@@ -97,6 +103,8 @@ pub struct DecodeCore {
     met: HashMap<Endpoint, lives::Met>,
     last_life: u64,
     tombstones: Tombstones,
+    /// Comparisons that are not over, of rooms that may be.
+    comparing: checks::Comparing,
     last_generation: u64,
     /// Why no room is opened any more.
     draining_opt: Option<String>,
@@ -116,6 +124,7 @@ impl DecodeCore {
             met: HashMap::new(),
             last_life: 0,
             tombstones: Tombstones::new(limits.tombstones, timeouts.tombstone),
+            comparing: checks::Comparing::default(),
             last_generation: identity.first_generation,
             draining_opt: None,
             identity,
@@ -132,6 +141,12 @@ impl DecodeCore {
             Event::Message(message, generation_opt) => {
                 Reaction::done(self.message(message, generation_opt, now))
             }
+            Event::Compared {
+                room,
+                generation,
+                prefill_rank,
+                result,
+            } => Reaction::done(self.compared((room, generation), prefill_rank, result, now)),
             Event::Open(command) => Reaction::of(self.open(command, now)),
             Event::Announce { room, announcement } => {
                 Reaction::of(self.announce(room, announcement, now))
@@ -172,6 +187,8 @@ impl DecodeCore {
                 // Some REGISTER may not have been sent; registering twice does no harm.
                 self.registered.clear();
                 self.ask_again();
+                // Nobody is left who would tell of their ends.
+                self.comparing = checks::Comparing::default();
                 Reaction::done(self.shutdown(&reason, now))
             }
             Event::Chunk { .. } => Reaction::refused(wrong_role("sending a chunk", "prefill")),
@@ -193,7 +210,8 @@ impl DecodeCore {
             reason: state.reason_opt.clone(),
             decode_prefix_len: None,
             transfers: Vec::new(),
-            release_safe: state.is_release_safe(),
+            release_safe: state.is_release_safe() && !self.is_read(room, state.generation),
+            verification: self.verification(state),
         })
     }
 
@@ -298,6 +316,7 @@ impl DecodeCore {
                 grants: BTreeMap::new(),
                 is_abort_sent: false,
                 is_ambiguous,
+                comparisons: checks::Comparisons::default(),
             },
         );
         let mut effects = vec![Effect::Changed { room }];

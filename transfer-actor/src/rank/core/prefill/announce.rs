@@ -11,7 +11,7 @@ use common::wire::{
     Bootstrap, ControlMessage, Hello, KvPoll, Register, Status, TransferInfo, UnreadableSender,
 };
 
-use crate::rank::core::event::{Effect, Life, PeerLink};
+use crate::rank::core::event::{Counted, Effect, Life, PeerLink};
 use crate::rank::core::prefill::{
     Peer, PrefillCore, deferred_status, deferred_status_of, late, orphaned,
 };
@@ -48,6 +48,7 @@ impl PrefillCore {
                 aux: register.aux.clone(),
                 states: register.states.clone(),
                 planner,
+                checks_opt: self.checks_for(register),
             })),
             Err(error) => {
                 tracing::warn!(peer = key, endpoint = %register.endpoint, %error, "a decode rank cannot be served");
@@ -57,6 +58,13 @@ impl PrefillCore {
                 ))
             }
         };
+        if self.identity.checks_opt.is_some()
+            && register.engine.asked_checks().is_none()
+            && !self.peers.contains_key(&key)
+        {
+            let peer = register.endpoint.clone();
+            effects.push(Effect::Count(Counted::Uncompared { peer }));
+        }
         let release = register.release.name();
         self.refused.remove(&register.endpoint);
         let life_opt = self.greet(register, &mut effects);
@@ -82,6 +90,7 @@ impl PrefillCore {
             endpoint: own_endpoint,
             engine,
             register: number,
+            checks: self.checks_for(register),
         };
         effects.push(Effect::Send {
             to: endpoint.clone(),

@@ -231,7 +231,8 @@ impl PrefillCore {
         let is_drained = state.pending == 0;
         let is_written = (state.is_last_sent || !holds(Rule::SuccessAfterLastChunk))
             && (is_drained || !holds(Rule::SuccessAfterReports));
-        if is_written && !state.poll.is_terminal() {
+        let is_written = is_written && !state.poll.is_terminal();
+        if is_written && state.compare(rank, now, effects) {
             state.finish(KvPoll::Success, now, effects);
             if !self.identity.is_deferred {
                 effects.extend(state.send_status_to_all(rank));
@@ -278,6 +279,10 @@ impl PrefillCore {
                 KvPoll::Transferring if state.waiting > 0 => (
                     timeouts.waiting,
                     "bytes of other rooms took all there may be under way: no chunk began",
+                ),
+                KvPoll::Transferring if state.comparison.is_asked() => (
+                    timeouts.waiting,
+                    "the decode side did not compare its checksums",
                 ),
                 KvPoll::Transferring => (timeouts.waiting, "the engine sent no further chunk"),
                 KvPoll::Failed | KvPoll::Success => (timeouts.retention, ""),

@@ -1,6 +1,7 @@
 //! The rules of a prefill rank.
 
 mod announce;
+mod checks;
 mod chunk;
 mod early;
 mod end;
@@ -9,6 +10,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
+use common::check::CheckMode;
 use common::ids::{Endpoint, Generation, Room};
 use common::plan::PlannerOptions;
 use common::room::DeferredNotice;
@@ -26,6 +28,8 @@ use crate::rank::core::prefill_room::{ItemBytes, PrefillRoom};
 use crate::rank::core::rules::{Rule, holds};
 use crate::rank::core::tombstones::{Epitaph, Tombstones};
 use crate::rank::core::{Census, Limits, Reaction, Timeouts, draining, unknown_room, wrong_role};
+
+pub(super) use checks::Comparison;
 
 /// Why a room fails at its opening.
 const GIVEN_UP_EARLY: &str = "the decode side gave the room up before it was opened here";
@@ -45,6 +49,8 @@ pub struct PrefillIdentity {
     pub is_deferred: bool,
     /// Its control socket and engine, for Ferry decode ranks.
     pub contact: (Endpoint, EngineDesc),
+    /// Whether its bytes are to be compared by decode ranks, and how many at least.
+    pub checks_opt: Option<CheckMode>,
 }
 
 /// A registered decode rank.
@@ -159,7 +165,9 @@ impl PrefillCore {
                 generation_opt,
             } => Reaction::done(self.lost(room, endpoint, generation_opt, now)),
             Event::Announce { .. } => Reaction::refused(wrong_role("announce", "decode")),
-            Event::Resolved { .. } | Event::TakenBack { .. } => Reaction::default(),
+            Event::Resolved { .. } | Event::TakenBack { .. } | Event::Compared { .. } => {
+                Reaction::default()
+            }
         }
     }
 
@@ -195,6 +203,7 @@ impl PrefillCore {
                 .filter(|_| state.is_announced()),
             transfers: transfers.collect(),
             release_safe: state.is_release_safe(),
+            verification: state.verification(self.identity.checks_opt),
         })
     }
 
@@ -258,6 +267,7 @@ impl PrefillCore {
             ControlMessage::Register(register) => self.register(&register, now),
             ControlMessage::TransferInfo(info) => self.transfer_info(info, generation_opt, now),
             ControlMessage::Abort(abort) => self.peer_abort(&abort, now),
+            ControlMessage::Checked(checked) => self.checked(checked, generation_opt, now),
             ControlMessage::Bootstrap(bootstrap) => {
                 self.deferred_bootstrap(bootstrap, generation_opt, now)
             }

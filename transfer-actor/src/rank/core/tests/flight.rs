@@ -15,6 +15,7 @@ const ROOMY: Limits = Limits {
     rooms: 100,
     early_rooms: 100,
     early_bytes: usize::MAX,
+    check_bytes: usize::MAX,
     peers: 100,
     tombstones: 100,
     rooms_per_peer: 100,

@@ -14,6 +14,7 @@ fn hello(decode: &mut Decode, register: u64, hostname: &str) {
             ..EngineDesc::default()
         },
         register,
+        checks: None,
     };
     decode.event(Event::Message(ControlMessage::Hello(Box::new(hello)), None));
 }

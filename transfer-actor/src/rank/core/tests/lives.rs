@@ -10,6 +10,7 @@ fn hello(register: u64, key: &str) -> Event {
             ..EngineDesc::default()
         },
         register,
+        checks: None,
     };
     Event::Message(ControlMessage::Hello(Box::new(hello)), None)
 }
@@ -179,7 +180,7 @@ fn a_stock_decode_rank_is_sent_what_sglang_sends() {
         let mut prefill = engines.prefill(0).core;
         let mut register = engines.register(0);
         if let Some(number) = tag_opt {
-            register.engine = register.engine.with_rank_tag(number);
+            register.engine = register.engine.with_rank_tag(number, None);
         }
         let message = ControlMessage::Register(Box::new(register));
         let reaction = prefill.handle(Event::Message(message, None), Instant::now());
@@ -196,7 +197,7 @@ fn a_decode_rank_that_is_gone_ends_its_rooms_at_the_prefill() {
     let engines = Engines::of(AttentionKind::Mha, 1, 1);
     let (mut prefill, now) = (engines.prefill(0).core, Instant::now());
     let mut register = engines.register(0);
-    register.engine = register.engine.with_rank_tag(1);
+    register.engine = register.engine.with_rank_tag(1, None);
     let messages = [
         ControlMessage::Register(Box::new(register)),
         ControlMessage::TransferInfo(engines.info(1, 0)),

@@ -1,5 +1,6 @@
 //! Whole lifetimes of rooms, without sockets, threads or waiting.
 
+mod checks;
 mod decode;
 mod decode_end;
 mod flight;
@@ -15,6 +16,7 @@ mod simulation;
 
 use std::time::{Duration, Instant};
 
+use common::check::CheckMode;
 use common::ids::{ByteLen, ComponentId, Endpoint, Generation, Room};
 use common::plan::PlannerOptions;
 use common::schema::{AttentionKind, KvLayout, RankLayout, StateKind, StateLayout, TensorLayout};
@@ -22,8 +24,8 @@ use common::topology::{
     DecodeSide, ParallelConfig, PrefillTopology, RankMapping, resolve_rank_mapping,
 };
 use common::wire::{
-    Abort, AbortAck, Bootstrap, ControlMessage, EngineDesc, Hello, KvPoll, MemoryDesc, Register,
-    Release, Status, TransferInfo, UnreadableSender,
+    Abort, AbortAck, Bootstrap, Checked, Checks, ControlMessage, EngineDesc, Hello, KvPoll,
+    MemoryDesc, Register, Release, Status, TransferInfo, UnreadableSender,
 };
 
 use rank::{Done, Rank, components};
@@ -31,7 +33,7 @@ use rank::{Done, Rank, components};
 use crate::api::{RoomStatus, RoomView};
 use crate::rank::core::{
     Announcement, ChunkCommand, ComponentKey, ComponentOutcome, ComponentReport, Counted,
-    DecodeCore, DecodeIdentity, Effect, Event, Life, Limits, OpenCommand, PrefillCore,
+    DecodeCore, DecodeIdentity, Effect, Event, Life, Limits, Mismatch, OpenCommand, PrefillCore,
     PrefillIdentity, PrefillTarget, RankCore, ResolvedPrefill, Timeouts, WhenFull,
 };
 
@@ -121,6 +123,8 @@ struct Engines {
     decode_tp: u32,
     policy: &'static str,
     limits: Limits,
+    /// What decode ranks ask for.
+    checks_opt: Option<CheckMode>,
 }
 
 impl Engines {
@@ -131,6 +135,7 @@ impl Engines {
             decode_tp,
             policy: "early",
             limits: Limits::default(),
+            checks_opt: None,
         }
     }
 
@@ -157,6 +162,7 @@ impl Engines {
             unique_rank: i64::from(rank),
             is_deferred: self.policy == "prefill_complete",
             contact: (prefill_endpoint(rank), EngineDesc::default()),
+            checks_opt: None,
         };
         let core = PrefillCore::new(identity, TIMEOUTS, self.limits);
         Rank::new(RankCore::Prefill(Box::new(core)))
@@ -169,6 +175,7 @@ impl Engines {
             allocation_policy: self.policy.to_owned(),
             first_generation: 0,
             is_only_way_in: |_, peer| peer.hostname == "tcp only",
+            checks_opt: self.checks_opt,
         };
         let core = DecodeCore::new(identity, TIMEOUTS, self.limits);
         Rank::new(RankCore::Decode(Box::new(core)))
@@ -348,6 +355,7 @@ fn moved() -> ComponentOutcome {
         truncated_items: 0,
         elapsed: Duration::from_millis(1),
         transport: "local",
+        checks: Vec::new(),
     }
 }
 

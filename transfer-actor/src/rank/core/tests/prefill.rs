@@ -414,6 +414,7 @@ fn rooms_peers_and_early_rooms_are_bounded() {
         rooms: 2,
         early_rooms: 2,
         early_bytes: usize::MAX,
+        check_bytes: usize::MAX,
         peers: 1,
         tombstones: 2,
         ..Limits::default()

@@ -11,6 +11,7 @@ const LIMITS: Limits = Limits {
     rooms: 2,
     early_rooms: 2,
     early_bytes: usize::MAX,
+    check_bytes: usize::MAX,
     peers: 2,
     tombstones: 2,
     rooms_per_peer: 2,

@@ -30,7 +30,7 @@ pub const DECODE_STATES: [&str; 9] = [
     "success",
     "failed",
 ];
-pub const KINDS: [&str; 36] = [
+pub const KINDS: [&str; 40] = [
     "register",
     "transfer_info",
     "abort",
@@ -62,6 +62,10 @@ pub const KINDS: [&str; 36] = [
     "peer_exited",
     "hello",
     "taken_back",
+    "checks",
+    "checked",
+    "compared_equal",
+    "compared_different",
     "tick",
     "shutdown",
     "restarted",
@@ -86,6 +90,8 @@ pub fn kind_of(event: &Event) -> &'static str {
             KvPoll::Success => "status_success",
         },
         Event::Message(message, _) => message.kind(),
+        Event::Compared { result: Ok(()), .. } => "compared_equal",
+        Event::Compared { .. } => "compared_different",
         Event::Unreadable { .. } => "unreadable",
         Event::Open(_) => "open",
         Event::Announce { .. } => "announce",
@@ -130,7 +136,8 @@ pub fn is_about(event: &Event, room: Room) -> bool {
         | Event::Clear { room }
         | Event::Lost { room, .. }
         | Event::Resolved { room, .. }
-        | Event::TakenBack { room, .. } => Some(*room),
+        | Event::TakenBack { room, .. }
+        | Event::Compared { room, .. } => Some(*room),
         Event::Component(report) => Some(report.key.room),
         Event::SendFailed { about_opt, .. } => about_opt.map(|(room, _)| room),
         Event::PeerLost { .. }

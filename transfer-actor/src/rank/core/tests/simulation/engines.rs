@@ -151,6 +151,7 @@ impl World {
             if view.release_safe {
                 self.log(|| format!("site {site} frees the items of request {}", script.request));
                 self.places[site].memory.free(&script.holding);
+                self.freed.insert((site, script.request));
             }
             self.places[site].scripts.remove(&number);
             return self.event(site, Event::Clear { room });
@@ -280,7 +281,10 @@ impl World {
         let rank = self.random.below(3) as i64;
         let message = |message| Event::Message(message, None);
         let is_prefill = self.places[site].is_prefill;
-        let event = match self.random.below(33) {
+        let mistakes = if self.weather.verifies { 40 } else { 33 };
+        // Rooms that wait for space are few.
+        let scarce = self.held_up(site).unwrap_or(room);
+        let event = match self.random.below(mistakes) {
             // 0.5.23 takes a dummy for real, and says so before any byte has moved.
             23 if !is_prefill && !self.weather.is_ferry => {
                 let resolved = self.engines.resolved(self.places[site].rank);
@@ -293,6 +297,32 @@ impl World {
                 }
             }
             24 => self.older_report(site, number),
+            33 => message(ControlMessage::Checks(Box::new(Checks {
+                room: scarce,
+                prefill_rank: 77,
+                token: 1,
+                mode: CheckMode::Full,
+                groups: Vec::new(),
+            }))),
+            34 => message(ControlMessage::Checked(Checked {
+                room: scarce,
+                endpoint: stranger,
+                token: self.random.below(4) as u64,
+                mismatch: self.random.percent(50).then(|| "nonsense".to_owned()),
+            })),
+            35.. => Event::Compared {
+                room: scarce,
+                generation: Generation(0),
+                prefill_rank: rank,
+                result: self
+                    .random
+                    .pick(&[true, false])
+                    .then_some(())
+                    .ok_or(Mismatch {
+                        component: "kv",
+                        reason: "nonsense".to_owned(),
+                    }),
+            },
             18 => Event::Chunk {
                 room,
                 chunk: ChunkCommand::default(),
@@ -388,6 +418,7 @@ impl World {
                 endpoint: stranger,
                 engine: EngineDesc::default(),
                 register: 1,
+                checks: None,
             }))),
             14 => Event::PeerLost {
                 endpoint: stranger,
@@ -424,8 +455,7 @@ impl World {
             }
             _ => Event::Component(ComponentReport {
                 key: ComponentKey {
-                    // Rooms that wait for space are few.
-                    room: self.held_up(site).unwrap_or(room),
+                    room: scarce,
                     generation: Generation(0),
                     endpoint: stranger,
                     component: ComponentId::Kv,
@@ -581,6 +611,17 @@ impl World {
                         writer.unique_rank
                     ));
                 }
+            }
+        }
+        let differs = |rank: i64| super::io::difference(rank).reason;
+        let reason = view.reason.as_deref().unwrap_or_default();
+        for target in &resolved.targets {
+            if reason.contains(&differs(target.unique_rank))
+                && outcome_of(target.unique_rank) == Some(RoomStatus::Success)
+            {
+                return Err(format!(
+                    "request {request} fails at decode {site} with {reason:?}, and that rank succeeded"
+                ));
             }
         }
         if view.reason.as_deref() == Some(OLD_ANSWER) {

@@ -6,6 +6,10 @@ use super::memory::{Range, Request};
 use super::world::{
     Happening, Permission, Site, TICK, Tightness, World, engine_key, is_only_way_in,
 };
+use common::check::{CheckRun, Units, pieces};
+use common::plan::ComponentPlan;
+use common::wire::CheckGroup;
+
 use crate::rank::core::Work;
 use crate::rank::core::tests::*;
 
@@ -36,6 +40,14 @@ pub struct Running {
     has_landed: bool,
 }
 
+/// What a decode rank finds of a prefill rank's spoilt bytes.
+pub fn difference(prefill_rank: i64) -> Mismatch {
+    Mismatch {
+        component: "kv",
+        reason: format!("not what prefill rank {prefill_rank} has"),
+    }
+}
+
 impl World {
     /// Begins a write and decides how it will end.
     pub fn begin(&mut self, site: Site, key: ComponentKey, work: &Work) -> Result<(), String> {
@@ -48,6 +60,10 @@ impl World {
             .ok_or("work for an actor that was not started")?;
         let planned = crate::component::plan(&link, key.component, work)
             .map_err(|error| format!("checked work cannot be planned: {error}"))?;
+        let checks = match link.checks_opt {
+            Some(mode) => self.sums(site, &key, &planned, mode)?,
+            None => Vec::new(),
+        };
         let mut ranges = Vec::new();
         for pair in planned.pairs() {
             ranges.extend(pair.runs.iter_ranges().map(|range| Range {
@@ -97,9 +113,17 @@ impl World {
             self.at(end, Happening::Report(number, failed(true)));
             return Ok(());
         }
+        let moved = ComponentOutcome::Moved {
+            bytes: 64,
+            ranges: 1,
+            truncated_items: 0,
+            elapsed: Duration::from_millis(1),
+            transport: "local",
+            checks,
+        };
         if !self.random.percent(self.weather.io_faults) {
             self.at(end, Happening::Land(number));
-            self.at(end, Happening::Report(number, moved()));
+            self.at(end, Happening::Report(number, moved));
             return Ok(());
         }
         let died = ComponentOutcome::Died { panicked: true };
@@ -108,7 +132,7 @@ impl World {
             0 => {
                 end += self.random.between(500, 9000);
                 self.at(end, Happening::Land(number));
-                self.at(end, Happening::Report(number, moved()));
+                self.at(end, Happening::Report(number, moved));
             }
             1 => self.at(end, Happening::Report(number, failed(true))),
             // Nobody can vouch for it, and it lands later.
@@ -182,6 +206,81 @@ impl World {
         if let Some(work) = self.works.get_mut(&number) {
             work.has_left = true;
         }
+    }
+
+    /// In the place of a checksum stands the request whose bytes they are.
+    fn sums(
+        &self,
+        site: Site,
+        key: &ComponentKey,
+        planned: &ComponentPlan,
+        mode: CheckMode,
+    ) -> Result<Vec<CheckGroup>, String> {
+        let binding = (site, self.places[site].life, key.room, key.generation);
+        let request = *self.bound.get(&binding).ok_or("a use that nobody opened")?;
+        let groups = planned.groups().map(|(pairs, runs)| {
+            let runs = CheckRun::destinations(runs);
+            let units = Units::new(mode, key.room, key.component, &runs, pairs.len());
+            let sums = units.ok_or("sums that cannot be counted")?.sums();
+            Ok(CheckGroup {
+                component: key.component,
+                tensors: pairs.iter().map(|(_, dst)| *dst as u32).collect(),
+                runs,
+                sums: vec![request as u64; sums as usize],
+            })
+        });
+        groups.collect()
+    }
+
+    /// Compares what a prefill rank says with what is in a decode rank's memory now.
+    pub fn compare(
+        &mut self,
+        site: Site,
+        generation: Generation,
+        checks: &Checks,
+    ) -> Result<(), String> {
+        let place = &self.places[site];
+        let is_equal = checks.groups.iter().all(|group| {
+            let mut sums = group.sums.iter();
+            let tensors = group.tensors.iter();
+            let mut units = tensors.flat_map(|tensor| {
+                let pieces = pieces(&group.runs);
+                pieces.map(move |(offset, len)| (*tensor, offset.get(), len.get()))
+            });
+            units.all(|(tensor, offset, len)| {
+                let found = place.memory.content(group.component, tensor, offset, len);
+                found.map(|request| request as u64) == sums.next().copied()
+            })
+        });
+        let binding = (site, place.life, checks.room, generation);
+        let request = *self
+            .bound
+            .get(&binding)
+            .ok_or("checksums of a use that nobody opened")?;
+        if self.freed.contains(&(site, request)) {
+            return Err(format!(
+                "the items of request {request} are compared at {site}, and were free before"
+            ));
+        }
+        let view_opt = place.core.view(checks.room).filter(|view| {
+            view.generation == generation.get() && view.status == RoomStatus::Transferring
+        });
+        if !is_equal && view_opt.is_some() && !self.spoilt.contains(&request) {
+            return Err(format!(
+                "request {request} is found spoilt at {site}, and nobody spoilt it"
+            ));
+        }
+        let result = match is_equal {
+            true => Ok(()),
+            false => Err(difference(checks.prefill_rank)),
+        };
+        let compared = Event::Compared {
+            room: checks.room,
+            generation,
+            prefill_rank: checks.prefill_rank,
+            result,
+        };
+        self.event(site, compared)
     }
 
     /// Which request of the decode rank the prefill takes this write to be for.
@@ -406,12 +505,16 @@ impl World {
                 let outcome_opt = outcomes.get(&(target, request));
                 outcome_opt.is_some_and(|(status, _)| *status == RoomStatus::Success)
             };
+            let is_spoilt = self.random.percent(self.weather.spoilt);
+            if is_spoilt {
+                self.spoilt.insert(work.request);
+            }
             let memory = &mut self.places[target].memory;
             memory.land(
                 range,
                 work.request,
                 work.holder_opt,
-                source_opt,
+                (!is_spoilt).then_some(work.request),
                 has_succeeded,
             )?;
         }

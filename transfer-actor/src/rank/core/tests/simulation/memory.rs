@@ -173,6 +173,21 @@ impl Memory {
         Ok(())
     }
 
+    /// Whose bytes a range holds, if they were all written once for the same request.
+    pub fn content(
+        &self,
+        component: ComponentId,
+        tensor: u32,
+        offset: u64,
+        len: u64,
+    ) -> Option<Request> {
+        let cells = self.0.get(&component)?.tensors.get(tensor as usize)?;
+        let mut cells = cells.get(offset as usize..(offset + len) as usize)?.iter();
+        let request = cells.clone().next()?.source_opt?;
+        let is_its = |cell: &Cell| (cell.source_opt, cell.writes) == (Some(request), 1);
+        cells.all(is_its).then_some(request)
+    }
+
     /// Every byte of these items was written once, from this request's own source.
     pub fn verify(&self, holding: &Holding, request: Request) -> Result<(), String> {
         for (component, item) in holding.items() {

@@ -50,7 +50,7 @@ fn weather_of(seed: u64) -> Weather {
         true => 1 + random.below(most),
         false => 0,
     };
-    Weather {
+    let weather = Weather {
         is_ferry,
         is_chaotic: is_ferry && random.percent(50),
         loss: fault(&mut random, 8),
@@ -63,12 +63,21 @@ fn weather_of(seed: u64) -> Weather {
             1 => Tightness::Refusing,
             _ => Tightness::Loose,
         },
+        verifies: false,
+        spoilt: 0,
+    };
+    let verifies = is_ferry && random.percent(40);
+    Weather {
+        verifies,
+        spoilt: if verifies { fault(&mut random, 6) } else { 0 },
+        ..weather
     }
 }
 
 fn calm_weather(seed: u64) -> Weather {
     Weather {
         is_ferry: seed.is_multiple_of(2),
+        verifies: seed.is_multiple_of(4),
         limits: match seed % 4 {
             0 | 1 => Tightness::Waiting,
             _ => Tightness::Loose,
@@ -88,6 +97,12 @@ fn rough_weather(seed: u64) -> Weather {
         io_faults: 8,
         has_outages: (seed / 6).is_multiple_of(2),
         engine_faults: 6,
+        verifies: is_ferry && (seed / 12).is_multiple_of(2),
+        spoilt: if is_ferry && (seed / 12).is_multiple_of(2) {
+            3
+        } else {
+            0
+        },
         limits: match seed % 5 {
             0 => Tightness::Waiting,
             1 => Tightness::Refusing,

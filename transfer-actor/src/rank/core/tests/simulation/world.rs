@@ -48,6 +48,10 @@ pub struct Weather {
     pub io_faults: usize,
     /// Processes are killed and stopped, and links are cut.
     pub has_outages: bool,
+    /// Decode ranks ask for checksums.
+    pub verifies: bool,
+    /// Writes that spoil a byte on their way, in percent; only where that is looked for.
+    pub spoilt: usize,
     /// Engines make mistakes, give up and forget, in percent.
     pub engine_faults: usize,
     /// How much a rank holds.
@@ -103,6 +107,8 @@ pub enum Happening {
     /// A component actor of a rank that has panicked says that its work is over.
     Retired(Site, u32, ComponentReport),
     Answer(Site, u32, Room, Generation, usize),
+    /// A comparison that was begun after so many panics of its rank's actor ends.
+    Compare(Site, u32, u32, Generation, Box<Checks>),
     Outage,
     /// A rank that drains ends.
     Leave(Site, u32),
@@ -150,6 +156,8 @@ pub struct Place {
     pub misses: HashMap<Endpoint, u32>,
     /// Processes that it watches, by the keys of their engines.
     pub met: Vec<(String, Endpoint, Life)>,
+    /// How often its actor has panicked.
+    pub panics: u32,
     /// When a room last got on: with a chunk, or with a report of one.
     pub progress: HashMap<Room, Duration>,
     is_woken: bool,
@@ -164,6 +172,12 @@ pub struct World {
     pub now: Duration,
     pub requests: Vec<RequestState>,
     pub works: BTreeMap<u64, Running>,
+    /// Messages that the kernel has taken for a process that is stopped: they end with it.
+    taken: HashSet<u64>,
+    /// Requests with a byte that was spoilt on its way.
+    pub spoilt: HashSet<Request>,
+    /// Requests whose items an engine has taken back as safe.
+    pub freed: HashSet<(Site, Request)>,
     pub outcomes: HashMap<(Site, Request), (RoomStatus, Duration)>,
     /// Component actors that were retired: when their work is over, and whether that is proved.
     pub retired: HashMap<(Site, u32, ComponentKey), (Duration, bool)>,
@@ -217,6 +231,9 @@ impl World {
             now: Duration::ZERO,
             requests: Vec::new(),
             works: BTreeMap::new(),
+            taken: HashSet::new(),
+            spoilt: HashSet::new(),
+            freed: HashSet::new(),
             outcomes: HashMap::new(),
             retired: HashMap::new(),
             fed: HashMap::new(),
@@ -279,6 +296,7 @@ impl World {
                 unique_rank: i64::from(rank),
                 is_deferred: self.engines.policy == "prefill_complete",
                 contact: (endpoint.clone(), engine_desc(site, life)),
+                checks_opt: None,
             };
             let core = PrefillCore::new(identity, self.times, self.engines.limits);
             RankCore::Prefill(Box::new(core))
@@ -292,6 +310,7 @@ impl World {
                 allocation_policy: self.engines.policy.to_owned(),
                 first_generation: u64::from(life) << 32,
                 is_only_way_in: |_, peer| is_only_way_in(&peer.key),
+                checks_opt: self.weather.verifies.then_some(CheckMode::Full),
             };
             let core = DecodeCore::new(identity, self.times, self.engines.limits);
             RankCore::Decode(Box::new(core))
@@ -312,6 +331,7 @@ impl World {
             links: HashMap::new(),
             misses: HashMap::new(),
             met: Vec::new(),
+            panics: 0,
             progress: HashMap::new(),
             is_woken: false,
         }
@@ -397,6 +417,7 @@ impl World {
             let place = &self.places[*site];
             // A sender that had not connected yet finds the process that has come in its place.
             let is_at_address = place.is_alive && *life >= place.moved;
+            let is_at_address = is_at_address && !self.taken.contains(&sequence);
             if is_at_address && *life != place.life && self.random.percent(50) {
                 *life = place.life;
             }
@@ -409,6 +430,7 @@ impl World {
             | Happening::Exit(site, life, _)
             | Happening::Leave(site, life)
             | Happening::Retired(site, life, _)
+            | Happening::Compare(site, life, ..)
             | Happening::Answer(site, life, ..) => (*site, *life),
             Happening::Sent(number) => {
                 self.sent(*number);
@@ -433,6 +455,9 @@ impl World {
         }
         let stopped_until = self.places[site].stopped_until;
         if stopped_until > self.now {
+            if matches!(happening, Happening::Deliver(..)) {
+                self.taken.insert(sequence);
+            }
             // Under its old number, so that what waits keeps its order.
             let later = Scheduled(stopped_until, sequence, happening);
             self.queue.push(Reverse(later));
@@ -465,6 +490,9 @@ impl World {
             Happening::Answer(_, _, room, generation, engine) => {
                 self.answer(site, room, generation, engine)
             }
+            // The actor that waited for it is gone.
+            Happening::Compare(_, _, panics, ..) if panics != self.places[site].panics => Ok(()),
+            Happening::Compare(.., generation, checks) => self.compare(site, generation, &checks),
             Happening::Report(number, outcome) => self.report(number, outcome),
             Happening::Leave(..) => {
                 let reason = "the engine ends".to_owned();
@@ -559,6 +587,21 @@ impl World {
                     when,
                     Happening::Answer(site, life, room, generation, engine),
                 );
+            }
+            Effect::Compare {
+                generation, checks, ..
+            } => {
+                if self.random.percent(self.weather.engine_faults) {
+                    // One that does not wait for the answer, whatever it is.
+                    let hasty =
+                        status_message(checks.room.get(), checks.prefill_rank, KvPoll::Success);
+                    let hasty = Happening::Deliver(site, life, hasty, Some(generation));
+                    self.at(self.now, hasty);
+                }
+                let when = self.now + self.random.between(1, 60);
+                let panics = self.places[site].panics;
+                let compare = Happening::Compare(site, life, panics, generation, checks);
+                self.at(when, compare);
             }
             Effect::Met {
                 endpoint,
@@ -676,6 +719,7 @@ impl World {
     /// The rank's actor panics, and its successor goes on.
     fn panic(&mut self, site: Site) -> Result<(), String> {
         self.lose_works(site);
+        self.places[site].panics += 1;
         let reason = "the rank's actor panicked".to_owned();
         self.event(site, Event::Restarted { reason }).map(|_| ())
     }
