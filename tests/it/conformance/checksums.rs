@@ -9,6 +9,7 @@ use super::*;
 both_directions! {
     a_peer_that_cannot_compare_is_served => |direction: Direction| async move {
         let setting = Setting {
+            model: Model::sharded_hybrid(),
             verify_opt: Some(CheckMode::Full),
             ..setting()
         };
