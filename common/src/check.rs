@@ -157,18 +157,13 @@ impl Units {
         let fold = of_each.checked_mul(tensors)?.div_ceil(MOST_SUMS).max(1);
         let of_each_tensor = of_each.div_ceil(fold);
         let first = destinations.first().map_or(0, |run| run.offset.get());
-        let component = match component {
-            ComponentId::Kv => 0,
-            ComponentId::Aux => 1,
-            ComponentId::State(index) => 2 + u64::from(index),
-        };
         Some(Self {
             fold,
             pieces: of_each,
             of_each_tensor,
             count: of_each_tensor.checked_mul(tensors)?,
             share: mode.share(),
-            seed: mixed(mixed(room.get() ^ mixed(component)) ^ first),
+            seed: mixed(mixed(room.get() ^ mixed(component.number().into())) ^ first),
         })
     }
 

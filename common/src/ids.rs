@@ -111,3 +111,23 @@ pub enum ComponentId {
     /// The auxiliary rows.
     Aux,
 }
+
+impl ComponentId {
+    /// Its number in messages: 0 kv, 1 aux, 2 + n the n-th state.
+    pub const fn number(self) -> u32 {
+        match self {
+            Self::Kv => 0,
+            Self::Aux => 1,
+            Self::State(index) => 2 + index as u32,
+        }
+    }
+
+    /// The component with this [`Self::number`]; `None` beyond the last possible state.
+    pub fn from_number(number: u32) -> Option<Self> {
+        match number {
+            0 => Some(Self::Kv),
+            1 => Some(Self::Aux),
+            state => u16::try_from(state - 2).ok().map(Self::State),
+        }
+    }
+}

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
+use transfer_actor::config::Verify;
 
 use crate::layout::{Component, Side};
 use crate::model::ModelName;
@@ -85,28 +86,6 @@ pub enum PoolMemory {
     Host,
     /// Memory of a device of CUDA's, or of HIP's where there is no CUDA.
     Device,
-}
-
-/// How much the services compare, beside what the demo itself does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Verify {
-    /// Nothing.
-    Off,
-    /// One range in 16 of every component.
-    Sampled,
-    /// Every byte.
-    Full,
-}
-
-impl Verify {
-    /// The word for the services' option.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::Sampled => "sampled",
-            Self::Full => "full",
-        }
-    }
 }
 
 /// What a run is to do.

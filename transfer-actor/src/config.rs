@@ -65,6 +65,14 @@ pub enum Verify {
 }
 
 impl Verify {
+    /// The word on the command line.
+    pub const fn name(self) -> &'static str {
+        match self.mode() {
+            None => "off",
+            Some(mode) => mode.name(),
+        }
+    }
+
     /// What ranks are told.
     pub const fn mode(self) -> Option<CheckMode> {
         match self {

@@ -60,17 +60,23 @@ struct DeviceMetrics {
     pieces: IntCounterVec,
 }
 
-/// Shows every component's count from the start: an increase from nothing is none to Prometheus, and
-/// the first one is to be seen, too.
-fn from_zero(counter: IntCounterVec) -> IntCounterVec {
-    let states = StateKind::ALL.map(StateKind::name);
-    for label in [names::COMPONENT_KV, names::COMPONENT_AUX]
-        .into_iter()
-        .chain(states)
-    {
-        counter.with_label_values(&[label]);
+/// Shows counts from the start: an increase from nothing is none to Prometheus, and the first one is
+/// to be seen, too.
+fn from_zero<const N: usize>(
+    counter: IntCounterVec,
+    labels: impl IntoIterator<Item = [&'static str; N]>,
+) -> IntCounterVec {
+    for values in labels {
+        counter.with_label_values(&values);
     }
     counter
+}
+
+/// The label values of every component.
+fn components() -> impl Iterator<Item = [&'static str; 1]> {
+    let states = StateKind::ALL.map(StateKind::name);
+    let others = [names::COMPONENT_KV, names::COMPONENT_AUX];
+    others.into_iter().chain(states).map(|name| [name])
 }
 
 fn device_counters() -> prometheus::Result<[IntCounterVec; 2]> {
@@ -214,6 +220,7 @@ impl TransferMetrics {
         registry.register(Box::new(DeviceMetrics::new()?))?;
         let (outcome, reason, kind) =
             (names::LABEL_OUTCOME, names::LABEL_REASON, names::LABEL_KIND);
+        let roles = [Role::Prefill, Role::Decode].map(|role| [role.name()]);
         Ok(Self {
             bytes: counter(
                 names::TRANSFER_BYTES,
@@ -298,32 +305,35 @@ impl TransferMetrics {
             )?,
             peers: gauge(names::PEERS, "sessions to peers", &[role, transport])?,
             ranks: gauge(names::RANKS, "ranks in this process", &[role])?,
-            component_panics: from_zero(counter(
-                names::COMPONENT_PANICS,
-                "component actors that died without an answer",
-                &[component],
-            )?),
+            component_panics: from_zero(
+                counter(
+                    names::COMPONENT_PANICS,
+                    "component actors that died without an answer",
+                    &[component],
+                )?,
+                components(),
+            ),
             verified_bytes: counter(
                 names::VERIFY_BYTES,
                 "bytes that a decode compared with a prefill's checksums and found equal",
                 &[component],
             )?,
-            verify_mismatches: from_zero(counter(
-                names::VERIFY_MISMATCHES,
-                "rooms that failed because a checksum differs",
-                &[component],
-            )?),
-            verify_unavailable: {
-                let unavailable = counter(
+            verify_mismatches: from_zero(
+                counter(
+                    names::VERIFY_MISMATCHES,
+                    "rooms that failed because a checksum differs",
+                    &[component],
+                )?,
+                components(),
+            ),
+            verify_unavailable: from_zero(
+                counter(
                     names::VERIFY_UNAVAILABLE,
                     "successes and peers that were to be compared and cannot be",
                     &[role],
-                )?;
-                for role in [Role::Prefill, Role::Decode] {
-                    unavailable.with_label_values(&[role.name()]);
-                }
-                unavailable
-            },
+                )?,
+                roles,
+            ),
             device_bytes: counter(
                 names::RDMA_DEVICE_BYTES,
                 "bytes written or read over a network device",
@@ -344,39 +354,32 @@ impl TransferMetrics {
                 "ranks that can use a network device",
                 &[names::LABEL_DEVICE],
             )?,
-            rank_panics: {
-                let panics = counter(names::RANK_PANICS, "rank actors that panicked", &[role])?;
-                for role in [Role::Prefill, Role::Decode] {
-                    panics.with_label_values(&[role.name()]);
-                }
-                panics
-            },
-            chunk_waits: {
-                let waits = counter(
+            rank_panics: from_zero(
+                counter(names::RANK_PANICS, "rank actors that panicked", &[role])?,
+                roles,
+            ),
+            chunk_waits: from_zero(
+                counter(
                     names::CHUNK_WAITS,
                     "chunks that had to wait for bytes on their way to arrive",
                     &[role],
-                )?;
-                waits.with_label_values(&[Role::Prefill.name()]);
-                waits
-            },
+                )?,
+                [[Role::Prefill.name()]],
+            ),
             chunks_waiting: gauge(
                 names::CHUNKS_WAITING,
                 "chunks that wait for bytes on their way to arrive",
                 &[role],
             )?,
             in_flight_bytes: gauge(names::IN_FLIGHT_BYTES, "bytes on their way", &[role])?,
-            limit_refusals: {
-                let refusals = counter(
+            limit_refusals: from_zero(
+                counter(
                     names::LIMIT_REFUSALS,
                     "commands of engines that were refused for a limit",
                     &[role, reason],
-                )?;
-                for (role, reason) in REFUSALS {
-                    refusals.with_label_values(&[role.name(), reason]);
-                }
-                refusals
-            },
+                )?,
+                REFUSALS.map(|(role, reason)| [role.name(), reason]),
+            ),
         })
     }
 }

@@ -65,8 +65,6 @@ pub const MOST_CHECK_GROUPS: usize = 1 << 16;
 const WHAT: &str = "checksums";
 const HEADER_BYTES: usize = 16;
 const RUN_BYTES: usize = 28;
-/// Components before the states.
-const FIRST_STATE: u32 = 2;
 
 impl Checks {
     pub(crate) const MIN_FRAMES: usize = 6;
@@ -165,13 +163,8 @@ fn pack_groups(groups: &[CheckGroup]) -> Result<Frame, WireError> {
                 expected: "a length that fits 32 bits",
             })
         };
-        let component = match group.component {
-            ComponentId::Kv => 0,
-            ComponentId::Aux => 1,
-            ComponentId::State(index) => FIRST_STATE + u32::from(index),
-        };
         let header = [
-            component,
+            group.component.number(),
             length(group.tensors.len())?,
             length(group.runs.len())?,
             length(group.sums.len())?,
@@ -249,18 +242,11 @@ fn unpack_groups(bytes: &[u8]) -> Result<Vec<CheckGroup>, WireError> {
                 expected: "a group that has some of each",
             });
         }
-        let component = match component {
-            0 => ComponentId::Kv,
-            1 => ComponentId::Aux,
-            number => {
-                let index = u16::try_from(number - FIRST_STATE);
-                ComponentId::State(index.map_err(|_| WireError::Number {
-                    what: "component of checksums",
-                    seen: number.to_string(),
-                    expected: "kv, aux or the position of a state component",
-                })?)
-            }
-        };
+        let component = ComponentId::from_number(component).ok_or_else(|| WireError::Number {
+            what: "component of checksums",
+            seen: component.to_string(),
+            expected: "kv, aux or the position of a state component",
+        })?;
         let tensors = rest.records(tensors, size_of::<u32>())?.chunks_exact(4);
         let runs = rest.records(runs, RUN_BYTES)?.chunks_exact(RUN_BYTES);
         let sums = rest.records(sums, size_of::<u64>())?.chunks_exact(8);

@@ -133,8 +133,9 @@ const RANK_TAG: &str = "FRYR";
 
 impl EngineDesc {
     /// The same, marked as that of a rank that speaks Ferry's own messages, with the number of its
-    /// REGISTER, which the answer repeats, and the checksums that it asks for. An engine of Ferry's below another control plane has no
-    /// such mark; stock peers skip elements that they do not know.
+    /// REGISTER, which the answer repeats, and the checksums that it asks for. An engine of Ferry's
+    /// below another control plane has no such mark; stock peers skip elements that they do not
+    /// know.
     #[must_use]
     pub fn with_rank_tag(mut self, number: u64, checks_opt: Option<CheckMode>) -> Self {
         let mut tag = vec![RANK_TAG.into(), number.into()];

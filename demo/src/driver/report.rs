@@ -5,9 +5,9 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use transfer_actor::config::Verify;
 
 use super::plan::{RunPlan, component_order, human_bytes};
-use crate::args::Verify;
 use crate::engine::{Checked, Moved};
 
 /// What is known of one component.

@@ -61,6 +61,14 @@ pub(super) fn wait_until_safe(engine: &SmallEngine, room: u64) -> RoomView {
     })
 }
 
+/// Until it has ended, either way, and its places are safe.
+pub(super) fn wait_until_ended(engine: &SmallEngine, room: u64) -> RoomView {
+    wait_until(engine, room, |view| {
+        let has_ended = matches!(view.status, RoomStatus::Failed | RoomStatus::Success);
+        has_ended && view.release_safe
+    })
+}
+
 /// # Panics
 /// When the room is not like that in [`PATIENCE`]; it says how it is.
 fn wait_until(engine: &SmallEngine, room: u64, is_there: impl Fn(&RoomView) -> bool) -> RoomView {
@@ -251,10 +259,7 @@ fn nothing_of_a_stopped_writer_lands_in_pages_that_were_called_safe(transport: &
     });
     wait_until_safe(&pair.decode, 1);
     // A prefill that has written everything before it hears of the abort has succeeded.
-    wait_until(&pair.prefill, 1, |view| {
-        let has_ended = matches!(view.status, RoomStatus::Failed | RoomStatus::Success);
-        has_ended && view.release_safe
-    });
+    wait_until_ended(&pair.prefill, 1);
     if is_revocable(transport) {
         assert!(pair.decode.content() == before, "something has landed");
     }

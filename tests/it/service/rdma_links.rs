@@ -8,7 +8,7 @@ use tests::process::wait_for;
 use tests::service::TransferService;
 use transfer_actor::api::{RoomStatus, RoomView};
 
-use super::lifecycle::wait_until_safe;
+use super::lifecycle::{wait_until_ended, wait_until_safe};
 use super::live_metrics::RDMA_DEVICE_NAMES;
 use super::{
     AUX_BYTES, KV_BYTES, MAMBA_BYTES, Pair, SmallEngine, begin, cross, probing_bootstrap,
@@ -108,14 +108,6 @@ fn assert_repaired(prefill: &SmallEngine, decode: &SmallEngine) {
         succeeded.then_some(())
     });
     cross(prefill, decode, 1);
-}
-
-fn wait_until_ended(engine: &SmallEngine, room: u64) {
-    wait_for("the places to be safe", || {
-        let view = engine.view(room).expect("it is known");
-        let has_ended = matches!(view.status, RoomStatus::Success | RoomStatus::Failed);
-        (has_ended && view.release_safe).then_some(())
-    });
 }
 
 #[test]

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use common::wire::rdma_control::EndpointHandle;
+
 use crate::error::{TransportError, TransportErrorKind};
 use crate::rdma_options::{RailReport, RdmaOptions, rdma_devices};
 use crate::region::{Location, Region};
@@ -13,8 +15,8 @@ use crate::transport::rdma::notifications::Notifications;
 use crate::transport::rdma::poller::Poller;
 use crate::transport::rdma::registration::Registration;
 use crate::transport::rdma::verbs::{
-    AsyncEvent, CompletionQueue, Depths, Device, GidEntry, LinkLayer, Mtu, ProtectionDomain,
-    QueuePair, best_gid, gid_table,
+    AsyncEvent, CompletionQueue, Depths, Device, Gid, GidEntry, Link, LinkLayer, Mtu,
+    ProtectionDomain, QueuePair, RetryPolicy, best_gid, gid_table,
 };
 
 /// Messages that a peer may send before one is taken.
@@ -106,6 +108,33 @@ impl Rail {
             lid: port.lid,
             mtu: configured.unwrap_or(port.active_mtu),
         })
+    }
+
+    /// The way from here to a peer's queue pair.
+    pub(crate) fn link(
+        &self,
+        address: &RailAddress,
+        peer: &EndpointHandle,
+        mtu: Mtu,
+        options: &RdmaOptions,
+    ) -> Link {
+        Link {
+            port: self.port,
+            layer: address.layer,
+            own: address.gid,
+            peer_number: peer.queue_pair,
+            peer_gid: Gid(peer.gid),
+            peer_lid: peer.lid as u16,
+            peer_packet_number: peer.packet_number,
+            mtu,
+            traffic_class: options.traffic_class,
+            service_level: options.service_level,
+            retry: RetryPolicy {
+                timeout: options.timeout,
+                retries: options.retries,
+                receiver_not_ready_retries: options.receiver_not_ready_retries,
+            },
+        }
     }
 
     /// A queue pair with a number for its events, and the thread that will hear of them.

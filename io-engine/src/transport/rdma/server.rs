@@ -19,7 +19,7 @@ use crate::region::RegionKey;
 use crate::transport::rdma::control::{receive, refusal};
 use crate::transport::rdma::endpoint::{Endpoint, Owner, Route};
 use crate::transport::rdma::rail::Rails;
-use crate::transport::rdma::verbs::{Gid, Link, Mtu, RetryPolicy};
+use crate::transport::rdma::verbs::{Gid, Mtu};
 
 /// Queue pairs that one connection of a Ferry engine may have.
 const MOST_OF_A_CONNECTION: usize = 256;
@@ -198,23 +198,7 @@ impl Answerer<'_> {
             None => address.mtu,
         };
         let peer_gid = Gid(asked.endpoint.gid);
-        pair.connect(&Link {
-            port: rail.port(),
-            layer: address.layer,
-            own: address.gid,
-            peer_number: asked.endpoint.queue_pair,
-            peer_gid,
-            peer_lid: asked.endpoint.lid as u16,
-            peer_packet_number: asked.endpoint.packet_number,
-            mtu,
-            traffic_class: options.traffic_class,
-            service_level: options.service_level,
-            retry: RetryPolicy {
-                timeout: options.timeout,
-                retries: options.retries,
-                receiver_not_ready_retries: options.receiver_not_ready_retries,
-            },
-        })?;
+        pair.connect(&rail.link(&address, &asked.endpoint, mtu, options))?;
         let queue_pair = pair.number();
         let route = Route {
             peer: asked.engine_key.clone(),

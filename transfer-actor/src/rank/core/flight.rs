@@ -188,7 +188,8 @@ impl Flight {
             };
             let is_its =
                 |portion: &Portion| (portion.room, portion.generation) == (room, generation);
-            let (its, others): (Vec<_>, VecDeque<_>) = partition(std::mem::take(queue), is_its);
+            let (its, others): (VecDeque<_>, VecDeque<_>) =
+                std::mem::take(queue).into_iter().partition(is_its);
             given_up.extend(its);
             if others.is_empty() {
                 self.waiting.remove(&endpoint);
@@ -216,21 +217,6 @@ impl Flight {
     fn used_by(&self, endpoint: &Endpoint) -> u64 {
         self.by_peer.get(endpoint).copied().unwrap_or_default()
     }
-}
-
-fn partition(
-    queue: VecDeque<Portion>,
-    is_its: impl Fn(&Portion) -> bool,
-) -> (Vec<Portion>, VecDeque<Portion>) {
-    let (mut its, mut others) = (Vec::new(), VecDeque::new());
-    for portion in queue {
-        if is_its(&portion) {
-            its.push(portion);
-        } else {
-            others.push_back(portion);
-        }
-    }
-    (its, others)
 }
 
 /// What is larger than a limit goes alone, or it would never go.

@@ -11,7 +11,7 @@ use crate::error::{TransportError, TransportErrorKind};
 use crate::transport::rdma::control::{ControlClient, check_refusal};
 use crate::transport::rdma::endpoint::{Ended, Endpoint, Owner, Route};
 use crate::transport::rdma::rail::Rail;
-use crate::transport::rdma::verbs::{Gid, Link, Mtu, RetryPolicy};
+use crate::transport::rdma::verbs::{Gid, Mtu};
 
 /// First wait before a failed queue pair is made again; it doubles.
 const FIRST_WAIT: Duration = Duration::from_millis(10);
@@ -92,23 +92,8 @@ impl Session {
             .map(|tag| tag.path_mtu)
             .filter(|mtu| *mtu > 0);
         let peer_gid = Gid(answer.endpoint.gid);
-        pair.connect(&Link {
-            port: rail.port(),
-            layer: address.layer,
-            own: address.gid,
-            peer_number: answer.endpoint.queue_pair,
-            peer_gid,
-            peer_lid: answer.endpoint.lid as u16,
-            peer_packet_number: answer.endpoint.packet_number,
-            mtu: agreed.map_or(address.mtu, |code| Mtu::from_code(u32::from(code))),
-            traffic_class: options.traffic_class,
-            service_level: options.service_level,
-            retry: RetryPolicy {
-                timeout: options.timeout,
-                retries: options.retries,
-                receiver_not_ready_retries: options.receiver_not_ready_retries,
-            },
-        })?;
+        let mtu = agreed.map_or(address.mtu, |code| Mtu::from_code(u32::from(code)));
+        pair.connect(&rail.link(&address, &answer.endpoint, mtu, options))?;
         let route = Route {
             peer: self.names.peer_key.clone(),
             own_gid: address.gid.gid,

@@ -231,17 +231,14 @@ impl PrefillCore {
         reason: &str,
         now: Instant,
     ) -> Vec<Effect> {
-        let mut effects = vec![Effect::Send {
-            to: endpoint.clone(),
-            message: ControlMessage::Status(Status {
-                room,
-                poll: KvPoll::Failed,
-                prefill_rank: self.identity.unique_rank,
-                reason: Some(reason.to_owned()),
-            }),
+        let rank = self.identity.unique_rank;
+        let mut effects = vec![refusal(
+            rank,
+            room,
+            endpoint.clone(),
             generation_opt,
-            about_opt: None,
-        }];
+            reason,
+        )];
         let is_open = |state: &PrefillRoom| !state.is_cleared && !state.poll.is_terminal();
         if self.rooms.get(&room).is_some_and(is_open) {
             self.fail(room, reason, None, now, &mut effects);
@@ -272,20 +269,10 @@ impl PrefillCore {
         if grant_opt.is_some_and(|grant| grant.engine != *own_engine)
             && holds(Rule::AnnouncedToThisProcess)
         {
-            return vec![Effect::Send {
-                to: info.endpoint,
-                message: ControlMessage::Status(Status {
-                    room,
-                    poll: KvPoll::Failed,
-                    prefill_rank: self.identity.unique_rank,
-                    reason: Some(
-                        "the room was announced to another process, whose place this one has taken"
-                            .to_owned(),
-                    ),
-                }),
-                generation_opt,
-                about_opt: None,
-            }];
+            let rank = self.identity.unique_rank;
+            let reason =
+                "the room was announced to another process, whose place this one has taken";
+            return vec![refusal(rank, room, info.endpoint, generation_opt, reason)];
         }
         match self.rooms.get(&room) {
             Some(state) if state.poll == KvPoll::Failed && !state.is_announced() => {
@@ -419,33 +406,14 @@ impl PrefillCore {
                 info.endpoint
             );
             tracing::warn!(%room, endpoint = %info.endpoint, "a decode rank too many was refused");
-            effects.push(Effect::Send {
-                to: info.endpoint,
-                message: ControlMessage::Status(Status {
-                    room,
-                    poll: KvPoll::Failed,
-                    prefill_rank: rank,
-                    reason: Some(reason),
-                }),
-                generation_opt,
-                about_opt: None,
-            });
-            return;
+            let refused = refusal(rank, room, info.endpoint, generation_opt, &reason);
+            return effects.push(refused);
         }
         let limit = self.limits.rooms_per_peer;
         if open_with >= limit && holds(Rule::RoomsPerPeer) {
             let reason = too_many_with_peer(&format!("decode rank {}", info.endpoint), limit);
-            effects.push(Effect::Send {
-                to: info.endpoint,
-                message: ControlMessage::Status(Status {
-                    room,
-                    poll: KvPoll::Failed,
-                    prefill_rank: rank,
-                    reason: Some(reason.clone()),
-                }),
-                generation_opt,
-                about_opt: None,
-            });
+            let refused = refusal(rank, room, info.endpoint, generation_opt, &reason);
+            effects.push(refused);
             return self.fail(room, &reason, None, now, effects);
         }
         let required = *state.required_opt.get_or_insert(info.required_dst_info_num);
@@ -546,6 +514,28 @@ impl PrefillCore {
             });
         let refused = (!is_taken).then(|| late("bootstrap"));
         refused.into_iter().chain(orphaned(dropped)).collect()
+    }
+}
+
+/// Tells a decode rank that its announcement of a room is not taken. It is about no use of the room
+/// here.
+fn refusal(
+    prefill_rank: i64,
+    room: Room,
+    to: Endpoint,
+    generation_opt: Option<Generation>,
+    reason: &str,
+) -> Effect {
+    Effect::Send {
+        to,
+        message: ControlMessage::Status(Status {
+            room,
+            poll: KvPoll::Failed,
+            prefill_rank,
+            reason: Some(reason.to_owned()),
+        }),
+        generation_opt,
+        about_opt: None,
     }
 }
 

@@ -19,14 +19,19 @@ fn asking(check_bytes: usize) -> Decode {
     };
     let mut decode = Decode(engines.decode(0).core, Instant::now());
     let (registers, _) = decode.begin(1);
+    answer(&mut decode, registers[0]);
+    decode
+}
+
+/// The prefill answers a REGISTER, and lets its bytes be compared.
+fn answer(decode: &mut Decode, register: u64) {
     let hello = Hello {
         endpoint: prefill_endpoint(0),
         engine: EngineDesc::default(),
-        register: registers[0],
+        register,
         checks: Some(CheckMode::Full),
     };
     decode.event(Event::Message(ControlMessage::Hello(Box::new(hello)), None));
-    decode
 }
 
 fn group() -> CheckGroup {
@@ -144,13 +149,7 @@ fn a_panic_forgets_comparisons_that_nobody_tells_of() {
         reason: "the rank's actor panicked".to_owned(),
     });
     let (registers, _) = decode.begin(3);
-    let hello = Hello {
-        endpoint: prefill_endpoint(0),
-        engine: EngineDesc::default(),
-        register: registers[0],
-        checks: Some(CheckMode::Full),
-    };
-    decode.event(Event::Message(ControlMessage::Hello(Box::new(hello)), None));
+    answer(&mut decode, registers[0]);
     decode.begin(4);
     assert!(is_compared(&say(&mut decode, 4)));
 }
