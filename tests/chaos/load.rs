@@ -342,7 +342,7 @@ impl Request {
             End::Seen(view) => view.reason.clone(),
             End::Unknown => None,
         });
-        let reason = reason.unwrap_or_else(|| "no reason is known".to_owned());
+        let reason = reason.unwrap_or_else(|| "neither rank knows the room".to_owned());
         let words = reason.split_whitespace().map(|word| {
             let is_number = word.contains(|letter: char| letter.is_ascii_digit());
             if is_number { "N" } else { word }

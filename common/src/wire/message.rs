@@ -295,6 +295,14 @@ impl ControlMessage {
         }
     }
 
+    /// The number of a Ferry rank's REGISTER, which its HELLO repeats.
+    pub fn register_number(&self) -> Option<u64> {
+        match self {
+            Self::Register(register) => register.engine.rank_tag(),
+            _ => None,
+        }
+    }
+
     /// The frames, in the form of one release.
     ///
     /// # Errors

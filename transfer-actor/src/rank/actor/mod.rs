@@ -77,6 +77,7 @@ struct Waiter {
 struct Outgoing {
     to: Endpoint,
     kind: &'static str,
+    register_opt: Option<u64>,
     frames: Vec<Frame>,
     /// The use of a room that it is about.
     about_opt: Option<(Room, Generation)>,
@@ -317,6 +318,7 @@ impl RankActor {
         let outgoing = Outgoing {
             to,
             kind,
+            register_opt: message.register_number(),
             frames,
             about_opt,
             resent_until_opt: is_said_once.then(|| Instant::now() + RESENT_FOR),
@@ -369,6 +371,7 @@ impl RankActor {
                 to: outgoing.to,
                 about_opt: outgoing.about_opt,
                 kind,
+                register_opt: outgoing.register_opt,
                 reason: error.to_string(),
             },
             context,

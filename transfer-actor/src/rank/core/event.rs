@@ -87,6 +87,8 @@ pub enum Event {
         about_opt: Option<(Room, Generation)>,
         /// The message's kind.
         kind: &'static str,
+        /// The number of a REGISTER, which has reached nobody.
+        register_opt: Option<u64>,
         /// Why.
         reason: String,
     },

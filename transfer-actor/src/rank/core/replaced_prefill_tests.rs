@@ -149,6 +149,7 @@ fn send_failed(core: &mut RankCore, port: u16, now: Instant) -> Vec<Effect> {
         to: endpoint(port),
         about_opt: Some((room(2), Generation(2))),
         kind: "transfer_info",
+        register_opt: None,
         reason: "connection refused".to_owned(),
     };
     core.handle(event, now).effects

@@ -38,9 +38,9 @@ impl DecodeCore {
         let writers = targets.filter(|target| target.is_ferry && !target.is_dummy);
         let addressed = writers.filter_map(|target| {
             // Only a process that has answered the newest REGISTER is known to be there.
-            let register_opt = self.registers.get(&target.endpoint);
+            let register_opt = self.newest_register(&target.endpoint);
             let met = self.met.get(&target.endpoint)?;
-            if !met.is_current || register_opt != Some(&met.register) {
+            if !met.is_current || register_opt != Some(met.register) {
                 return None;
             }
             let own = &self.identity.register.engine;

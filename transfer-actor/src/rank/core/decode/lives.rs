@@ -1,5 +1,6 @@
 //! Which process is behind a prefill rank, as far as that is known, and what its end proves.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,6 +10,35 @@ use common::wire::{ControlMessage, EngineDesc, Hello};
 use crate::rank::core::decode::{DecodeCore, late};
 use crate::rank::core::event::{Effect, Life, ResolvedPrefill};
 use crate::rank::core::rules::{Rule, holds};
+
+/// So many REGISTERs to one rank are told apart; what is known of the rooms before proves nothing.
+const MOST_REGISTERS: usize = 8;
+
+/// The numbers of the REGISTERs to one rank that may have reached a process, in order. One that could
+/// not be sent is not among them, nor one before an answered one.
+#[derive(Debug, Default)]
+pub(super) struct Registers(VecDeque<u64>);
+
+impl Registers {
+    fn newest(&self) -> Option<u64> {
+        self.0.back().copied()
+    }
+
+    fn sent(&mut self, number: u64) {
+        if self.0.len() >= MOST_REGISTERS {
+            self.0.pop_front();
+        }
+        self.0.push_back(number);
+    }
+
+    fn answered(&mut self, number: u64) {
+        self.0.retain(|known| *known >= number);
+    }
+
+    fn not_sent(&mut self, number: u64) {
+        self.0.retain(|known| *known != number);
+    }
+}
 
 /// A Ferry prefill rank that has answered.
 #[derive(Debug)]
@@ -30,6 +60,8 @@ pub(super) struct Told {
     /// writes for the room only if a newer one has reached it.
     pub register: u64,
     pub life_opt: Option<Life>,
+    /// Whether it has exited.
+    pub has_exited: bool,
 }
 
 impl DecodeCore {
@@ -45,7 +77,8 @@ impl DecodeCore {
         }
         self.registered.insert(endpoint.clone());
         self.last_register += 1;
-        self.registers.insert(endpoint.clone(), self.last_register);
+        let registers = self.registers.entry(endpoint.clone()).or_default();
+        registers.sent(self.last_register);
         let mut register = self.identity.register.clone();
         register.engine = register
             .engine
@@ -61,10 +94,13 @@ impl DecodeCore {
             register,
             checks,
         } = hello;
-        let is_answer =
-            self.registered.contains(&endpoint) && self.registers.get(&endpoint) == Some(&register);
+        let is_answer = self.registered.contains(&endpoint)
+            && self.newest_register(&endpoint) == Some(register);
         if !is_answer {
             return vec![late("hello")];
+        }
+        if let Some(registers) = self.registers.get_mut(&endpoint) {
+            registers.answered(register);
         }
         let known = self.met.get(&endpoint);
         let same_opt = known.filter(|met| met.engine == engine);
@@ -114,12 +150,21 @@ impl DecodeCore {
 
     /// What is known now of the process behind a rank.
     pub(super) fn told_at(&self, endpoint: &Endpoint) -> Option<Told> {
-        let register = *self.registers.get(endpoint)?;
+        let register = self.newest_register(endpoint)?;
         // A REGISTER without an answer may reach another process than the one before.
         let has_answered = |met: &&Met| met.is_current && met.register == register;
         let met_opt = self.met.get(endpoint).filter(has_answered);
         let life_opt = met_opt.map(|met| met.life);
-        Some(Told { register, life_opt })
+        Some(Told {
+            register,
+            life_opt,
+            has_exited: false,
+        })
+    }
+
+    /// The newest REGISTER that may have reached the process behind a rank.
+    pub(super) fn newest_register(&self, endpoint: &Endpoint) -> Option<u64> {
+        self.registers.get(endpoint)?.newest()
     }
 
     /// What an answer of a bootstrap server does not say of its ranks.
@@ -138,18 +183,45 @@ impl DecodeCore {
         reason: &str,
         now: Instant,
     ) -> Vec<Effect> {
-        let mut effects = Vec::new();
         if self.met.get(endpoint).is_some_and(|met| met.life == life) {
             self.forget_prefill(endpoint);
             self.met.remove(endpoint);
         }
+        for state in self.rooms.values_mut() {
+            if let Some(told) = state.told.get_mut(endpoint) {
+                told.has_exited |= told.life_opt == Some(life) || !holds(Rule::ExitOfThisLife);
+            }
+        }
+        self.settle_exits(endpoint, reason, now)
+    }
+
+    /// A REGISTER could not be sent: no process of that rank knows of it.
+    pub(super) fn not_registered(
+        &mut self,
+        endpoint: &Endpoint,
+        register_opt: Option<u64>,
+        now: Instant,
+    ) -> Vec<Effect> {
+        let (Some(registers), Some(register)) = (self.registers.get_mut(endpoint), register_opt)
+        else {
+            return Vec::new();
+        };
+        registers.not_sent(register);
+        // The exit of the process before may have come first.
+        self.settle_exits(endpoint, "its process has exited", now)
+    }
+
+    /// Ends what exits prove: that of the process that was told counts for a room if no other one
+    /// can have been told since.
+    fn settle_exits(&mut self, endpoint: &Endpoint, reason: &str, now: Instant) -> Vec<Effect> {
+        let mut effects = Vec::new();
         let reason = format!("prefill rank {endpoint} is gone: {reason}");
-        let newest_opt = self.registers.get(endpoint);
+        let newest_opt = self.newest_register(endpoint);
+        let is_alone =
+            |told: &Told| newest_opt == Some(told.register) || !holds(Rule::ExitOfThisLife);
         let told = self.rooms.iter().filter(|(_, state)| {
-            let is_its =
-                |told: &Told| told.life_opt == Some(life) && newest_opt == Some(&told.register);
             let told_opt = state.told.get(endpoint);
-            told_opt.is_some_and(|told| is_its(told) || !holds(Rule::ExitOfThisLife))
+            told_opt.is_some_and(|told| told.has_exited && is_alone(told))
         });
         let told: Vec<Room> = told.map(|(room, _)| *room).collect();
         for room in told {
@@ -158,6 +230,8 @@ impl DecodeCore {
                 let targets = prefill.into_iter().flat_map(|prefill| &prefill.targets);
                 let gone = targets.filter(|target| target.endpoint == *endpoint);
                 state.exited.extend(gone.map(|target| target.unique_rank));
+                // It is said once.
+                state.told.remove(endpoint);
                 effects.push(Effect::Changed { room });
             }
             if holds(Rule::PeerLossFails) {

@@ -96,8 +96,8 @@ pub struct DecodeCore {
     rooms: BTreeMap<Room, DecodeRoom>,
     prefills: HashMap<(String, u32), Arc<ResolvedPrefill>>,
     registered: HashSet<Endpoint>,
-    /// The number of the last REGISTER to each.
-    registers: HashMap<Endpoint, u64>,
+    /// The REGISTERs to each.
+    registers: HashMap<Endpoint, lives::Registers>,
     last_register: u64,
     /// Ferry ranks among them.
     met: HashMap<Endpoint, lives::Met>,
@@ -162,8 +162,13 @@ impl DecodeCore {
                 to,
                 about_opt,
                 kind,
+                register_opt,
                 reason,
-            } => Reaction::done(self.send_failed(&to, about_opt, kind, &reason, now)),
+            } => {
+                let mut effects = self.not_registered(&to, register_opt, now);
+                effects.extend(self.send_failed(&to, about_opt, kind, &reason, now));
+                Reaction::done(effects)
+            }
             Event::PeerLost { endpoint, reason } => {
                 Reaction::done(self.peer_lost(&endpoint, &reason, now))
             }

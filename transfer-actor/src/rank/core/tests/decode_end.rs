@@ -143,6 +143,7 @@ fn a_prefill_that_cannot_be_reached_fails_its_rooms_and_is_asked_for_again() {
         to: prefill_endpoint(0),
         about_opt: Some((room(7), Generation(generation))),
         kind: "transfer_info",
+        register_opt: None,
         reason: "connection refused".to_owned(),
     };
     rank.event(send_failed(9));

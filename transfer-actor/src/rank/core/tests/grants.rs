@@ -150,6 +150,7 @@ fn a_rank_with_other_ways_in_or_that_has_not_answered_gets_none() {
         to: prefill_endpoint(0),
         about_opt: None,
         kind: "abort",
+        register_opt: None,
         reason: "it broke".to_owned(),
     });
     decode.begin(2);

@@ -173,6 +173,86 @@ fn an_exit_proves_nothing_once_another_process_may_have_been_told() {
     assert_eq!(decode.view(2).status, RoomStatus::WaitingForInput);
 }
 
+fn not_registered(number: u64) -> Event {
+    Event::SendFailed {
+        to: prefill_endpoint(0),
+        about_opt: None,
+        kind: "register",
+        register_opt: Some(number),
+        reason: "connection refused".to_owned(),
+    }
+}
+
+/// A prefill is killed; a bootstrap server that has not heard of it names the dead address again,
+/// and the REGISTER for the next room goes nowhere.
+#[test]
+fn a_register_that_was_never_sent_told_no_other_process() {
+    for is_exit_first in [false, true] {
+        let mut decode = Decode::acquainted();
+        decode.event(Event::PeerLost {
+            endpoint: prefill_endpoint(0),
+            reason: "refused".to_owned(),
+        });
+        let (registers, _) = decode.begin(2);
+        let events = [exit(1), not_registered(registers[0])];
+        let events = match is_exit_first {
+            true => events,
+            false => {
+                let [exit, failed] = events;
+                [failed, exit]
+            }
+        };
+        for event in events {
+            assert!(!decode.view(1).release_safe);
+            decode.event(event);
+        }
+        let view = decode.view(1);
+        assert_eq!((view.status, view.release_safe), (RoomStatus::Failed, true));
+    }
+}
+
+/// Of two such REGISTERs only one is known to have reached nobody.
+#[test]
+fn each_register_is_counted_by_itself() {
+    let mut decode = Decode::acquainted();
+    let mut numbers = Vec::new();
+    for number in [2, 3] {
+        decode.event(Event::PeerLost {
+            endpoint: prefill_endpoint(0),
+            reason: "refused".to_owned(),
+        });
+        numbers.extend(decode.begin(number).0);
+    }
+    assert_eq!(numbers.len(), 2);
+    decode.event(exit(1));
+    decode.event(not_registered(numbers[1]));
+    assert!(!decode.view(1).release_safe);
+    decode.event(not_registered(numbers[0] + 100));
+    assert!(!decode.view(1).release_safe, "nothing is known of it");
+    decode.event(not_registered(numbers[0]));
+    assert!(decode.view(1).release_safe);
+}
+
+/// So many that the one which was answered is forgotten: then its process's exit proves nothing.
+#[test]
+fn a_register_that_is_forgotten_proves_nothing() {
+    let mut decode = Decode::acquainted();
+    let mut numbers = Vec::new();
+    for number in 2..12 {
+        decode.event(Event::PeerLost {
+            endpoint: prefill_endpoint(0),
+            reason: "refused".to_owned(),
+        });
+        numbers.extend(decode.begin(number).0);
+    }
+    assert_eq!(numbers.len(), 10);
+    decode.event(exit(1));
+    for number in numbers {
+        decode.event(not_registered(number));
+    }
+    assert!(!decode.view(1).release_safe);
+}
+
 #[test]
 fn a_stock_decode_rank_is_sent_what_sglang_sends() {
     let engines = Engines::of(AttentionKind::Mha, 1, 1);

@@ -197,6 +197,7 @@ impl Network {
                     to: endpoint,
                     about_opt: about,
                     kind: message.kind(),
+                    register_opt: message.register_number(),
                     reason: "connection reset".to_owned(),
                 };
                 self.event(from, event);

@@ -108,6 +108,7 @@ fn commands() -> impl Strategy<Value = Event> {
                 to: prefill_endpoint(rank),
                 about_opt: Some((room(number), Generation(generation))),
                 kind: "transfer_info",
+                register_opt: None,
                 reason: "connection reset".to_owned(),
             }
         }),

@@ -412,6 +412,7 @@ impl World {
                 to: stranger,
                 about_opt: Some((room, Generation(1))),
                 kind: "status",
+                register_opt: None,
                 reason: "no route".to_owned(),
             },
             14 if is_prefill => message(ControlMessage::Hello(Box::new(Hello {

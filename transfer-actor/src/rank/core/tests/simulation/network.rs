@@ -23,6 +23,7 @@ impl World {
             to: to.clone(),
             about_opt,
             kind: message.kind(),
+            register_opt: message.register_number(),
             reason: "the connection broke".to_owned(),
         };
         self.log(|| format!("site {site} to {to}: {message:?}, of {generation_opt:?}"));
