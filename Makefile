@@ -19,6 +19,9 @@ BENCH_PYTHON := target/peers/venv-bench/bin/python
 export BENCH_DRIVER := $(abspath $(or $(CARGO_TARGET_DIR),target))/release/bench-driver
 export FERRY_SKIP_LOG := $(abspath target)/skipped.log
 
+# Runs a command whose tests get ranks of SGLang by fork, instead of an interpreter for each.
+WITH_RANKS := $(FERRY_PYTHON) tests/conformance/fork_server.py
+
 WHEELS := $(abspath $(or $(CARGO_TARGET_DIR),target))/wheels
 
 .PHONY: help demo test test-page browser test-asan test-fuzz test-python test-rdma test-sglang check check-python wheel bench bench-transfers bench-python
@@ -59,7 +62,8 @@ test: cargo system-packages sglang nextest test-python test-page test-sim test-l
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
 	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
 	$(FERRY_PYTHON) tests/conformance/endurance.py
-	$(CARGO) nextest run --workspace --locked --no-fail-fast
+	$(VENV)/bin/pytest --quiet -p no:cacheprovider tests/conformance
+	$(WITH_RANKS) $(CARGO) nextest run --workspace --locked --no-fail-fast
 	$(MAKE) --no-print-directory test-device
 	$(MAKE) --no-print-directory --jobs 2 --output-sync test-chaos test-links
 	@if [[ -s $(FERRY_SKIP_LOG) ]]; then \
@@ -132,8 +136,9 @@ test-sglang: cargo sglang wheel nextest ## SGLang's own classes as the other sid
 	$(FERRY_PYTHON) tests/conformance/selfcheck.py
 	SGLCONF_MORI=installed $(FERRY_PYTHON) tests/conformance/selfcheck.py
 	$(FERRY_PYTHON) tests/conformance/endurance.py
+	$(VENV)/bin/pytest --quiet -p no:cacheprovider tests/conformance
 	$(BUILD_TESTS)
-	$(CARGO) nextest run --workspace --locked --no-fail-fast -E 'package(tests) & test(/^conformance::/)'
+	$(WITH_RANKS) $(CARGO) nextest run --workspace --locked --no-fail-fast -E 'package(tests) & test(/^conformance::/)'
 
 # Left out: older releases, whose messages do not know where memory is, and what needs the hooks of
 # the double of MoRI, which knows no device. Most of a test is waiting, so more run than there are
@@ -146,7 +151,7 @@ test-device: cargo sglang wheel nextest ## The conformance tests with pools in d
 	$(BUILD_TESTS)
 	for transport in shm tcp; do \
 	  FERRY_TEST_MEMORY=device FERRY_TEST_TRANSPORT=$$transport FERRY_CUDA_LIBRARY=$(STAND_IN_DEBUG) \
-	    $(CARGO) nextest run --workspace --locked --no-fail-fast --test-threads $$((2 * $$(nproc))) \
+	    $(WITH_RANKS) $(CARGO) nextest run --workspace --locked --no-fail-fast --test-threads $$((2 * $$(nproc))) \
 	    -E '$(ON_DEVICE_TESTS)' || exit 1; \
 	done
 

@@ -3,9 +3,9 @@
 The configuration and every line of standard input and output is a JSON object. Configuration:
 `mode` ("prefill" or "decode"), `host` and `port` of the prefill's bootstrap server,
 `serve_bootstrap`, `args` (of `harness.make_args`), `context` (of `sglshim.make_context`), `is_mla`,
-`env`. The first line of output says that the rank is up. Each line of input is {"op": NAME, ...};
-the methods of `Peer` say what there is. The answer has "ok", or "error". The process ends with its
-standard input.
+`log` (a level). The first line of output says that the rank is up. Each line of input is
+{"op": NAME, ...}; the methods of `Peer` say what there is. The answer has "ok", or "error". The
+process ends with its standard input. SGLang reads more from the environment.
 """
 
 import hashlib
@@ -15,12 +15,18 @@ import logging
 import os
 import sys
 import threading
+import traceback
 
-# SGLang's modules print; the answers go to the real standard output alone.
-_answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-CONFIGURATION = json.loads(sys.argv[1])
-os.environ.update(CONFIGURATION.get("env", {}))
+
+def take_streams():
+    """Return where questions come from and answers go: SGLang's modules print."""
+    streams = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return streams
+
+
+# They do so while they are imported, too.
+STREAMS = take_streams() if __name__ == "__main__" else None
 
 import numpy as np  # noqa: E402
 
@@ -202,22 +208,28 @@ class Peer:
             return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 
-def say(answer):
-    """Write one line."""
-    _answers.write(json.dumps(answer) + "\n")
-    _answers.flush()
+def serve(configuration, streams):
+    """Start the rank and answer until the questions end; does not return."""
+    questions, answers = streams
 
+    def say(answer):
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
-def main():
-    """Start the rank and answer until standard input ends."""
-    logging.basicConfig(level=CONFIGURATION.get("log", "ERROR"))
-    peer = Peer(CONFIGURATION)
-    say({"ok": True, **peer.up()})
-    for line in sys.stdin:
+    logging.basicConfig(level=configuration.get("log", "ERROR"))
+    try:
+        peer = Peer(configuration)
+        say({"ok": True, **peer.up()})
+    except Exception as error:
+        say({"ok": False, "error": f"{type(error).__name__}: {error}"})
+        traceback.print_exc()
+        # What it has started may not end by itself.
+        os._exit(1)
+    for line in questions:
         say(peer.answer(line))
     # SGLang's threads never end by themselves.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    serve(json.loads(sys.argv[1]), STREAMS)

@@ -7,7 +7,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here/../.."
 cargo=${CARGO:-cargo}
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
-stages=(misuse start transports faults rails rooms cycles two demo sglang)
+stages=(misuse start transports faults rails rooms cycles two demo sglang device)
 [[ $# == 0 ]] || stages=("$@")
 
 # All that is built here is built as one workspace: a package alone has other features of what it
@@ -127,23 +127,34 @@ stage_demo() {
   done
 }
 
-# The core of the requests between our ranks and SGLang's own classes, and between those over our
-# Python module; all bytes move over rdma, in and out of both kinds of memory. What has to be skipped
-# is an error.
-stage_sglang() {
-  local program names name tests=() out memory
+# in_ranks COUNT MEMORY OPTION...: runs tests between our ranks and SGLang's own classes, and between
+# those over our Python module; all bytes move over rdma, in and out of that kind of memory. What has to
+# be skipped is an error.
+in_ranks() {
+  local least=$1 memory=$2 program out
+  shift 2
   program=$(test_program tests "${workspace[@]}")
+  out=$(mktemp -d)
+  passes "$least" "$here/run.sh" -n lo -m 6G -t 1500 -o "$out" "${on_device[@]}" -e FERRY_TEST_MEMORY="$memory" \
+    -e FERRY_TEST_TRANSPORT=rdma -e "FERRY_PYTHON=${FERRY_PYTHON:?}" -e "FERRY_SGLANG=${FERRY_SGLANG:?}" \
+    -e FERRY_SKIP_LOG=/run/out/skipped "$FERRY_PYTHON" tests/conformance/fork_server.py "$program" "$@"
+  if [[ -s $out/skipped ]]; then cat "$out/skipped" >&2; return 1; fi
+  rm -r "$out"
+}
+
+# The core of the requests with pools in host memory.
+stage_sglang() {
+  local names name tests=()
   names=({ours_to_sglang,sglang_to_ours,sglang_over_our_module}::{a_hybrid_request_in_two_chunks,a_prefix_hit}
     our_manager_to_itself::a_hybrid_request_in_two_chunks sglang_over_our_module::latent_kv_with_indexer_pages)
   for name in "${names[@]}"; do tests+=("conformance::requests::$name"); done
-  for memory in host device; do
-    out=$(mktemp -d)
-    passes ${#names[@]} "$here/run.sh" -n lo -t 600 -o "$out" "${on_device[@]}" -e FERRY_TEST_MEMORY=$memory \
-      -e FERRY_TEST_TRANSPORT=rdma -e "FERRY_PYTHON=${FERRY_PYTHON:?}" -e "FERRY_SGLANG=${FERRY_SGLANG:?}" \
-      -e FERRY_SKIP_LOG=/run/out/skipped "$program" --test-threads 2 --exact "${tests[@]}"
-    if [[ -s $out/skipped ]]; then cat "$out/skipped" >&2; return 1; fi
-    rm -r "$out"
-  done
+  in_ranks ${#names[@]} host --test-threads 2 --exact "${tests[@]}"
+}
+
+# All of them with pools in device memory, as `make test-device` runs them over the other transports.
+stage_device() {
+  in_ranks 190 device --test-threads 4 conformance:: --skip conformance::releases:: \
+    --skip a_failed_write_of_sglang --skip a_decode_gives_up_while_sglang_writes
 }
 
 for stage in "${stages[@]}"; do

@@ -200,8 +200,12 @@ fn hash(coordinates: &[u64]) -> u64 {
     })
 }
 
-fn bytes(key: u64, len: usize) -> impl Iterator<Item = u8> {
-    (0..len as u64).map(move |at| mix(key.wrapping_add(at / 8)).to_le_bytes()[(at % 8) as usize])
+/// Writes the bytes that belong to a key.
+fn write_bytes(key: u64, out: &mut [u8]) {
+    for (word, part) in out.chunks_mut(8).enumerate() {
+        let word = mix(key.wrapping_add(word as u64));
+        part.copy_from_slice(&word.to_le_bytes()[..part.len()]);
+    }
 }
 
 /// A rank's even share of something sharded.
@@ -468,7 +472,8 @@ impl Shape {
                 .bytes()
                 .fold(7, |sum, byte| mix(sum ^ u64::from(byte))),
         ]);
-        let mut contents: Vec<u8> = bytes(background, item_len * ITEMS as usize).collect();
+        let mut contents = vec![0; item_len * ITEMS as usize];
+        write_bytes(background, &mut contents);
         let Some((request, placement, first_page)) = request_opt else {
             return contents;
         };
@@ -483,8 +488,7 @@ impl Shape {
             for piece in &buffer.pieces {
                 let key = hash(&[request, piece.key, self.token(buffer, ordinal, piece)]);
                 let len = piece.len as usize;
-                let out = contents[at..at + len].iter_mut();
-                out.zip(bytes(key, len)).for_each(|(out, byte)| *out = byte);
+                write_bytes(key, &mut contents[at..at + len]);
                 at += len;
             }
         }

@@ -1,5 +1,6 @@
 //! One rank, ours or SGLang's, as a test drives it.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -222,31 +223,37 @@ impl Rank {
     ) -> Self {
         let shape = Shape::new(&setting.model, place);
         let host = setting.host.to_string();
-        let mut environment = json!({
-            "SGLANG_HOST_IP": host,
-            "SGLANG_MORI_SEND_AUX_RDMA": setting.aux_by_write.to_string(),
-        });
+        let mut environment = BTreeMap::new();
+        let mut set = |variable: &str, value: &str| {
+            environment.insert(variable.to_owned(), value.to_owned());
+        };
+        set("SGLANG_HOST_IP", &host);
+        set(
+            "SGLANG_MORI_SEND_AUX_RDMA",
+            &setting.aux_by_write.to_string(),
+        );
         // Only then does a decode of SGLang wait for the acknowledgement of an abort.
-        environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"] = json!("true");
+        set("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "true");
         if setting.is_over_our_module || is_beyond_the_double() {
-            environment["SGLCONF_MORI"] = json!("installed");
-            environment["FERRY_INJECT_FAULT"] = json!(setting.module_fault);
+            set("SGLCONF_MORI", "installed");
+            set("FERRY_INJECT_FAULT", setting.module_fault);
         }
         if let Some(transports) = transports_opt() {
             let names: Vec<_> = transports.iter().map(|kind| kind.name()).collect();
-            environment["FERRY_TRANSPORTS"] = json!(names.join(","));
+            set("FERRY_TRANSPORTS", &names.join(","));
         }
         if is_in_device_memory() {
-            environment["SGLCONF_DEVICE"] = json!(format!("cuda:{}", device_of(role, place)));
+            let device = format!("cuda:{}", device_of(role, place));
+            set("SGLCONF_DEVICE", &device);
         }
-        environment["SGLCONF_BACKEND"] = json!(setting.backend);
+        set("SGLCONF_BACKEND", setting.backend);
         for (variable, value) in &setting.environment {
-            environment[variable] = json!(value);
+            set(variable, value);
         }
         if setting.managers.contains(&role) {
-            environment["SGLCONF_PLUGIN"] = json!("1");
-            environment["FERRY_MANAGER"] = json!("1");
-            environment["FERRY_METRICS_PORT"] = json!("0");
+            set("SGLCONF_PLUGIN", "1");
+            set("FERRY_MANAGER", "1");
+            set("FERRY_METRICS_PORT", "0");
         }
         let args = shape.sglang_args();
         let configuration = json!({
@@ -263,9 +270,8 @@ impl Rank {
                 "attn_dcp_rank": place.dcp_rank,
                 "disaggregation_decode_allocation_policy": setting.allocation_policy,
             },
-            "env": environment,
         });
-        let peer = SglangPeer::start(&setting.release, &configuration);
+        let peer = SglangPeer::start(&setting.release, &environment, &configuration);
         let rank = Self {
             side: Side::Sglang(Box::new(peer)),
             role,
