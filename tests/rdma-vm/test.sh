@@ -135,9 +135,11 @@ in_ranks() {
   shift 2
   program=$(test_program tests "${workspace[@]}")
   out=$(mktemp -d)
+  # By `env`: a path is resolved, and that of the interpreter in a virtual environment is a link.
   passes "$least" "$here/run.sh" -n lo -m 6G -t 1500 -o "$out" "${on_device[@]}" -e FERRY_TEST_MEMORY="$memory" \
     -e FERRY_TEST_TRANSPORT=rdma -e "FERRY_PYTHON=${FERRY_PYTHON:?}" -e "FERRY_SGLANG=${FERRY_SGLANG:?}" \
-    -e FERRY_SKIP_LOG=/run/out/skipped "$FERRY_PYTHON" tests/conformance/fork_server.py "$program" "$@"
+    -e FERRY_SKIP_LOG=/run/out/skipped \
+    env "$FERRY_PYTHON" tests/conformance/fork_server.py "$program" "$@"
   if [[ -s $out/skipped ]]; then cat "$out/skipped" >&2; return 1; fi
   rm -r "$out"
 }
