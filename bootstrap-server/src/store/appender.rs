@@ -4,8 +4,9 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc;
+use std::time::Instant;
 
-use super::checkpoint::{DEADLINE, too_late};
+use super::checkpoint::too_late;
 
 /// Bytes that are copied at once.
 const COPY_BYTES: usize = 1 << 20;
@@ -65,15 +66,16 @@ impl Appender {
     /// Copies what stands behind `from` to the end of another file. Nothing may be under way.
     ///
     /// # Errors
-    /// When it cannot be, or not in time.
-    pub(super) fn copy(&self, from: u64, into: File) -> io::Result<()> {
+    /// When it cannot be, or not by the deadline.
+    pub(super) fn copy(&self, from: u64, into: File, deadline: Instant) -> io::Result<()> {
         let (answer, copied) = mpsc::channel();
         let appended = move |result| {
             // Whoever has given up waiting is not there any more.
             let _ = answer.send(result);
         };
         self.send(Step::Copy(from, into, Box::new(appended)));
-        let copied = copied.recv_timeout(DEADLINE);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let copied = copied.recv_timeout(left);
         copied.unwrap_or_else(|_| Err(too_late()))
     }
 

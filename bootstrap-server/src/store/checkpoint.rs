@@ -2,8 +2,8 @@
 //!
 //! sled has a folder only while it is written or read; whatever changes later is in the log. sled
 //! 0.34's `flush` calls `sync_file_range`, which gives no promise about a power cut, and values
-//! over 128 KiB are files of their own that it does not synchronise: whoever lets the folder count
-//! ([`switch`](super::folder::DataFolder::switch)) synchronises every file of it.
+//! over 128 KiB are files of their own that it does not synchronise: every file of the folder is
+//! synchronised at the end.
 //!
 //! Where a disk fails, sled may panic, or wait for ever for a write that one of its threads gave
 //! up. So it runs on a thread of its own that nobody waits for longer than a deadline.
@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use super::folder::synchronise;
 use super::{Entry, Wake, entries_of, log};
 use crate::registry::State;
 
@@ -77,7 +78,7 @@ impl Checkpoint {
         })
     }
 
-    /// Waits until it is written. Its log is open, and ends behind the checkpoint.
+    /// Waits until it is on the disk. Its log is open, and ends behind the checkpoint.
     ///
     /// # Errors
     /// When it cannot be written, or not in time.
@@ -124,7 +125,7 @@ fn write(
         database.apply_batch(batch)?;
     }
     database.flush()?;
-    // What sled writes at its end is to be there when the folder is synchronised.
+    // What sled writes at its end is to be synchronised with the rest.
     drop(database_opt.take());
     let mut file = OpenOptions::new()
         .read(true)
@@ -132,6 +133,7 @@ fn write(
         .create_new(true)
         .open(folder.join(LOG_NAME))?;
     file.write_all(&log::base(number, &entries)?)?;
+    synchronise(folder)?;
     Ok(file)
 }
 

@@ -23,5 +23,7 @@ impl Store for MemoryStore {
         done(Ok(()));
     }
 
-    fn tend(&mut self, _state: &Arc<State>, _wake: Wake) {}
+    fn tend(&mut self, _state: &Arc<State>, _wake: Wake) -> Result<(), StoreError> {
+        Ok(())
+    }
 }

@@ -79,7 +79,11 @@ pub trait Store: Send {
 
     /// Does what is due beside commits, such as giving space back. `state` is what all commits
     /// made; none may be under way. `wake` may be called when there is more to do.
-    fn tend(&mut self, state: &Arc<State>, wake: Wake);
+    ///
+    /// # Errors
+    /// [`StoreError::Commit`] when no further change can be made before a
+    /// [`rewrite`](Self::rewrite); all that was made stands.
+    fn tend(&mut self, state: &Arc<State>, wake: Wake) -> Result<(), StoreError>;
 }
 
 /// Names what is lost, at most so many of them.

@@ -19,9 +19,10 @@ use std::io;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::appender::Appender;
-use super::checkpoint::{Checkpoint, LOG_NAME, open_sled};
+use super::checkpoint::{Checkpoint, DEADLINE, LOG_NAME, open_sled};
 use super::folder::{Current, DataFolder, remove_folder};
 use super::{Change, Done, Entry, Loaded, Store, Wake, layout_2, log};
 use crate::error::StoreError;
@@ -42,6 +43,8 @@ pub struct SledStore {
     checkpoint_opt: Option<(Checkpoint, u64)>,
     /// The log's length at which the next checkpoint begins.
     checkpoint_at: u64,
+    /// Time for letting a new folder count.
+    timeout: Duration,
 }
 
 impl SledStore {
@@ -58,6 +61,7 @@ impl SledStore {
             number: 0,
             checkpoint_opt: None,
             checkpoint_at: u64::MAX,
+            timeout: DEADLINE,
         })
     }
 
@@ -66,43 +70,56 @@ impl SledStore {
         Checkpoint::begin(&next, self.number, Arc::clone(state), wake)
     }
 
-    /// Lets a folder count whose log is complete.
-    fn switch(&mut self, folder: &Path, log: File) -> io::Result<()> {
+    /// Lets a folder count whose log is complete. Without a log afterwards, no change can be made.
+    fn switch(&mut self, folder: &Path, log: File, deadline: Instant) -> io::Result<()> {
         let length = log.metadata()?.len();
-        let switched = self.folder.switch(folder);
+        let switched = log
+            .try_clone()
+            .and_then(|log| self.folder.switch(folder, log, deadline));
         if let Err(error) = switched.and_then(|()| {
             self.log_opt = Some(Appender::start(log)?);
             Ok(())
         }) {
             // A switch that failed behind its rename may count at the next start. What is there
             // is complete, but nothing may be added to the folder before it any more.
-            if self.folder.current().ok() == Some(Current::Folder(folder.to_owned())) {
+            if is_late(&error) || !self.is_not_current(folder) {
                 self.log_opt = None;
             }
             return Err(error);
         }
         self.checkpoint_at = length.saturating_add(self.log_bytes);
-        let tidied = self.folder.remove_others(folder);
-        if let Err(error) = tidied.and_then(|()| self.folder.reserve()) {
-            tracing::warn!(%error, "the store's folder cannot be tidied");
-        }
         Ok(())
     }
 
     /// Goes on in the folder of a checkpoint, with the commits since it began.
     fn go_on_in(&mut self, folder: &Path, log: File, from: u64) -> io::Result<()> {
+        // One for both: whoever wants to change something waits for them.
+        let deadline = Instant::now() + self.timeout;
         if let Some(before) = &self.log_opt {
-            before.copy(from, log.try_clone()?)?;
+            before.copy(from, log.try_clone()?, deadline)?;
         }
-        self.switch(folder, log)
+        self.switch(folder, log, deadline)
     }
 
-    fn remove_unless_current(&self, folder: &Path) {
-        if self.folder.current().ok() != Some(Current::Folder(folder.to_owned())) {
-            // It takes room and nothing else; the next start removes it.
+    /// Whether a folder certainly does not count.
+    fn is_not_current(&self, folder: &Path) -> bool {
+        let current = self.folder.current();
+        current.is_ok_and(|current| current != Current::Folder(folder.to_owned()))
+    }
+
+    /// Gives the space of a checkpoint back that came to nothing.
+    fn give_up(&self, folder: &Path, error: &io::Error) {
+        // While a thread may still be at it, it can neither be waited for nor be removed from under
+        // it. It takes room and nothing else; the next switch removes it.
+        if !is_late(error) && self.is_not_current(folder) {
             let _ = remove_folder(folder);
         }
     }
+}
+
+/// Whether a step was given up before it ended, and may still end.
+fn is_late(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::TimedOut
 }
 
 fn failed(folder: &Path, error: &dyn std::fmt::Display) -> StoreError {
@@ -138,10 +155,11 @@ impl Store for SledStore {
         self.checkpoint_opt = None;
         self.log_opt = None;
         let rewritten = self.begin(state, Box::new(|| {})).and_then(|checkpoint| {
-            let written = checkpoint.wait();
-            let switched = written.and_then(|log| self.switch(&checkpoint.folder, log));
-            if switched.is_err() {
-                self.remove_unless_current(&checkpoint.folder);
+            let switched = checkpoint.wait().and_then(|log| {
+                self.switch(&checkpoint.folder, log, Instant::now() + self.timeout)
+            });
+            if let Err(error) = &switched {
+                self.give_up(&checkpoint.folder, error);
             }
             switched
         });
@@ -166,29 +184,29 @@ impl Store for SledStore {
         }
     }
 
-    fn tend(&mut self, state: &Arc<State>, wake: Wake) {
+    fn tend(&mut self, state: &Arc<State>, wake: Wake) -> Result<(), StoreError> {
         let Some(length) = self.log_opt.as_ref().map(|log| log.bytes) else {
-            return;
+            return Ok(());
         };
         let ended = match self.checkpoint_opt.take() {
-            None if length < self.checkpoint_at => return,
+            None if length < self.checkpoint_at => return Ok(()),
             None => match self.begin(state, wake) {
                 Ok(checkpoint) => {
                     self.checkpoint_opt = Some((checkpoint, length));
-                    return;
+                    return Ok(());
                 }
                 Err(error) => Err(error),
             },
             Some((checkpoint, from)) => match checkpoint.poll() {
                 None => {
                     self.checkpoint_opt = Some((checkpoint, from));
-                    return;
+                    return Ok(());
                 }
                 Some(written) => {
                     let moved =
                         written.and_then(|log| self.go_on_in(&checkpoint.folder, log, from));
-                    if moved.is_err() {
-                        self.remove_unless_current(&checkpoint.folder);
+                    if let Err(error) = &moved {
+                        self.give_up(&checkpoint.folder, error);
                     }
                     moved
                 }
@@ -196,12 +214,16 @@ impl Store for SledStore {
         };
         match ended {
             Ok(()) => tracing::info!(bytes = length, "the store was written anew to save space"),
+            Err(error) if self.log_opt.is_none() => {
+                return Err(failed(self.folder.path(), &error));
+            }
             Err(error) => {
                 // What is there still counts.
                 self.checkpoint_at = length.saturating_add(self.log_bytes);
                 tracing::warn!(%error, "the store has grown and cannot be written anew");
             }
         }
+        Ok(())
     }
 }
 
@@ -251,7 +273,6 @@ fn load_folder(path: &Path) -> Result<Loaded, StoreError> {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
-    use std::time::Duration;
 
     use super::super::{changes_of, state_of};
     use super::*;
@@ -298,7 +319,9 @@ mod tests {
             let tend = |store: &mut SledStore, state: &State| {
                 let waking = waking.clone();
                 let wake = move || waking.send(()).unwrap();
-                store.tend(&Arc::new(state.clone()), Box::new(wake));
+                store
+                    .tend(&Arc::new(state.clone()), Box::new(wake))
+                    .unwrap();
             };
             tend(&mut store, &state);
             if store.checkpoint_opt.is_none() {
@@ -349,9 +372,43 @@ mod tests {
         };
         store.checkpoint_opt = Some((checkpoint, 0));
         woken.recv_timeout(PATIENCE).unwrap();
-        store.tend(&Arc::new(state.clone()), Box::new(|| {}));
+        let tended = store.tend(&Arc::new(state.clone()), Box::new(|| {}));
+        tended.unwrap();
         assert!(store.checkpoint_opt.is_none() && !next.exists());
         let changes = register(&mut state, 1, 1025);
+        commit(&mut store, &changes).unwrap();
+        drop(store);
+        assert_eq!(loaded(home.path()), state);
+    }
+
+    /// Either folder may count at the next start, so that nothing may be added to one of them.
+    #[test]
+    fn a_switch_that_hangs_fails_the_store_until_everything_is_written_anew() {
+        let home = tempfile::tempdir().unwrap();
+        let mut store = SledStore::open(home.path(), 1).unwrap();
+        let mut state = State::default();
+        store.load().unwrap();
+        store.rewrite(&Arc::new(state.clone())).unwrap();
+        let changes = register(&mut state, 0, 1024);
+        commit(&mut store, &changes).unwrap();
+        let (waking, woken) = mpsc::channel();
+        let wake = move || waking.send(()).unwrap();
+        store
+            .tend(&Arc::new(state.clone()), Box::new(wake))
+            .unwrap();
+        woken.recv_timeout(PATIENCE).unwrap();
+        let switching = store.folder.switching();
+        let hung = switching.lock().unwrap();
+        store.timeout = Duration::from_secs(1);
+        let tended = store.tend(&Arc::new(state.clone()), Box::new(|| {}));
+        assert!(matches!(tended, Err(StoreError::Commit(_))), "{tended:?}");
+        let mut refused = state.clone();
+        let changes = register(&mut refused, 1, 1025);
+        commit(&mut store, &changes).unwrap_err();
+        drop(hung);
+        store.timeout = DEADLINE;
+        store.rewrite(&Arc::new(state.clone())).unwrap();
+        let changes = register(&mut state, 2, 1026);
         commit(&mut store, &changes).unwrap();
         drop(store);
         assert_eq!(loaded(home.path()), state);

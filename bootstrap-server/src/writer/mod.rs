@@ -7,7 +7,7 @@
 //!
 //! From then on the server is **read-only**: it serves what it has in memory and refuses changes
 //! without touching the disk, until everything in memory could be written into new files, which is
-//! tried every `RETRY`. A change that was refused may have reached the old files; only a server
+//! tried `RETRY` after each failure, on a thread of its own. A change that was refused may have reached the old files; only a server
 //! that ends before the new ones are complete would read it, as one whose acknowledgement was lost.
 
 mod telling;
@@ -74,8 +74,16 @@ enum Message {
     Stored(u64, Result<(), StoreError>),
     /// The store has something to do beside commits.
     Tend,
+    /// Everything was written anew, or could not be.
+    Rewritten(Rewritten),
     /// Nobody hands in commands any more.
     End,
+}
+
+/// A store that comes back from the thread that writes everything anew.
+struct Rewritten {
+    store: Box<dyn Store>,
+    result: Result<(), StoreError>,
 }
 
 /// The way to the writer's thread, which ends when this is gone.
@@ -142,8 +150,16 @@ impl Registrations {
         let published = Arc::new(RwLock::new(Arc::new(state)));
         let trouble = Arc::new(RwLock::new(None));
         let (messages, waiting) = mpsc::channel();
+        let result = match read_only_opt {
+            Some(_) => Ok(()),
+            None => store.rewrite(&published.read().unwrap_or_else(PoisonError::into_inner)),
+        };
+        let (ended, has_ended) = watch::channel(());
+        let rewriter = start_rewriter(messages.clone(), ended.clone())
+            .map_err(|error| StoreError::Commit(error.to_string()))?;
         let mut writer = Writer {
-            store,
+            store_opt: None,
+            rewriter,
             metrics,
             published: Arc::clone(&published),
             trouble: Arc::clone(&trouble),
@@ -154,11 +170,10 @@ impl Registrations {
             drafted: Group::default(),
             retry_at_opt: None,
         };
-        match read_only_opt {
-            Some(reason) => writer.fail(&reason),
-            None => writer.rewrite(),
+        writer.rewritten(Rewritten { store, result });
+        if let Some(reason) = read_only_opt {
+            writer.fail(&reason);
         }
-        let (ended, has_ended) = watch::channel(());
         std::thread::Builder::new()
             .name("registrations".to_owned())
             .spawn(move || {
@@ -257,8 +272,33 @@ struct Storing {
     outcomes: Vec<(Job, Outcome)>,
 }
 
+/// What a store is handed to for writing a state anew.
+type Rewriter = mpsc::Sender<(Box<dyn Store>, Arc<State>)>;
+
+/// Starts the thread that writes everything anew while the writer's refuses changes. It ends when
+/// nobody can hand it a store, and drops `ended` then.
+fn start_rewriter(
+    messages: mpsc::Sender<Message>,
+    ended: watch::Sender<()>,
+) -> std::io::Result<Rewriter> {
+    let (rewriter, stores) = mpsc::channel::<(Box<dyn Store>, Arc<State>)>();
+    std::thread::Builder::new()
+        .name("rewriter".to_owned())
+        .spawn(move || {
+            while let Ok((mut store, state)) = stores.recv() {
+                let result = store.rewrite(&state);
+                // A writer that has ended needs no store.
+                let _ = messages.send(Message::Rewritten(Rewritten { store, result }));
+            }
+            drop(ended);
+        })?;
+    Ok(rewriter)
+}
+
 struct Writer {
-    store: Box<dyn Store>,
+    /// Nothing while everything is written anew; changes are refused then.
+    store_opt: Option<Box<dyn Store>>,
+    rewriter: Rewriter,
     metrics: Metrics,
     published: Arc<RwLock<Arc<State>>>,
     /// Why changes are refused.
@@ -290,6 +330,7 @@ impl Writer {
                     Message::Job(job) => self.take(job),
                     Message::Stored(number, result) => self.stored(number, result),
                     Message::Tend => self.tend(),
+                    Message::Rewritten(rewritten) => self.rewritten(rewritten),
                     Message::End => is_ending = true,
                 }
             }
@@ -350,6 +391,9 @@ impl Writer {
         if self.storing_opt.is_some() {
             return;
         }
+        let Some(store) = &mut self.store_opt else {
+            return;
+        };
         let group = std::mem::take(&mut self.drafted);
         let Some(draft) = group.draft_opt else {
             return;
@@ -371,7 +415,7 @@ impl Writer {
             // A writer that has ended needs no answer.
             let _ = messages.send(Message::Stored(number, result));
         };
-        self.store.commit(&group.changes, Box::new(done));
+        store.commit(&group.changes, Box::new(done));
     }
 
     /// Publishes and answers what is durable, or says why it is not.
@@ -405,12 +449,18 @@ impl Writer {
         if self.storing_opt.is_some() || self.retry_at_opt.is_some() {
             return;
         }
+        let state = self.current();
+        let Some(store) = &mut self.store_opt else {
+            return;
+        };
         let messages = self.messages.clone();
         let wake = move || {
             // As above.
             let _ = messages.send(Message::Tend);
         };
-        self.store.tend(&self.current(), Box::new(wake));
+        if let Err(error) = store.tend(&state, Box::new(wake)) {
+            self.fail_for_now(&error);
+        }
     }
 
     fn answer(&self, outcomes: Vec<(Job, Outcome)>) {
@@ -434,12 +484,23 @@ impl Writer {
         self.answer(vec![(job, outcome)]);
     }
 
-    /// Writes everything into new files: at start, and when the disk failed.
+    /// Begins to write everything into new files, after the disk failed.
     fn rewrite(&mut self) {
-        match self.store.rewrite(&self.current()) {
+        self.retry_at_opt = None;
+        if let Some(store) = self.store_opt.take()
+            && let Err(mpsc::SendError((store, _))) = self.rewriter.send((store, self.current()))
+        {
+            // Its thread has panicked; the log says so, and the server stays read-only.
+            self.store_opt = Some(store);
+        }
+    }
+
+    /// Takes the store back; changes are taken from now on if everything is in new files.
+    fn rewritten(&mut self, Rewritten { store, result }: Rewritten) {
+        self.store_opt = Some(store);
+        match result {
             Err(error) => self.fail_for_now(&error),
             Ok(()) => {
-                self.retry_at_opt = None;
                 self.metrics.store_read_only.set(0);
                 let trouble = self.trouble.write();
                 let before = trouble.unwrap_or_else(PoisonError::into_inner).take();

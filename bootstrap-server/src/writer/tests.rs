@@ -10,8 +10,12 @@ use crate::store::{Done, Loaded, Wake};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A disk whose commits end when the test says so.
-struct SlowStore(Arc<Mutex<mpsc::Sender<Done>>>);
+/// A disk whose commits, and whose later writing of everything, end when the test says so.
+struct SlowStore {
+    begins: Arc<Mutex<mpsc::Sender<Done>>>,
+    rewrites: mpsc::Sender<mpsc::Sender<()>>,
+    was_rewritten: bool,
+}
 
 impl Store for SlowStore {
     fn load(&mut self) -> Result<Loaded, StoreError> {
@@ -19,19 +23,27 @@ impl Store for SlowStore {
     }
 
     fn rewrite(&mut self, _state: &Arc<State>) -> Result<(), StoreError> {
+        if std::mem::replace(&mut self.was_rewritten, true) {
+            let (end, ended) = mpsc::channel();
+            self.rewrites.send(end).unwrap();
+            ended.recv_timeout(PATIENCE).unwrap();
+        }
         Ok(())
     }
 
     fn commit(&mut self, _changes: &[Change], done: Done) {
-        self.0.lock().unwrap().send(done).unwrap();
+        self.begins.lock().unwrap().send(done).unwrap();
     }
 
-    fn tend(&mut self, _state: &Arc<State>, _wake: Wake) {}
+    fn tend(&mut self, _state: &Arc<State>, _wake: Wake) -> Result<(), StoreError> {
+        Ok(())
+    }
 }
 
 struct Bench {
     registrations: Registrations,
     begun: mpsc::Receiver<Done>,
+    rewrites: mpsc::Receiver<mpsc::Sender<()>>,
     runtime: Runtime,
 }
 
@@ -40,7 +52,12 @@ type Answer = tokio::task::JoinHandle<Result<(), WriteError>>;
 impl Bench {
     fn new() -> Self {
         let (begins, begun) = mpsc::channel();
-        let store = SlowStore(Arc::new(Mutex::new(begins)));
+        let (rewriting, rewrites) = mpsc::channel();
+        let store = SlowStore {
+            begins: Arc::new(Mutex::new(begins)),
+            rewrites: rewriting,
+            was_rewritten: false,
+        };
         let registrations = Registrations::start(
             Box::new(store),
             DamagedStore::Refuse,
@@ -50,6 +67,7 @@ impl Bench {
         Self {
             registrations: registrations.unwrap(),
             begun,
+            rewrites,
             runtime: Builder::new_current_thread().enable_time().build().unwrap(),
         }
     }
@@ -120,6 +138,27 @@ fn what_was_drafted_on_a_failed_commit_is_refused() {
     let later = bench.answer(later);
     assert!(matches!(later, Err(WriteError::ReadOnly(_))), "{later:?}");
     assert!(bench.begun.try_recv().is_err(), "the disk is left alone");
+}
+
+#[test]
+fn changes_are_refused_at_once_while_everything_is_written_anew() {
+    let bench = Bench::new();
+    let first = bench.register(0, 1024);
+    bench.begun()(Err(StoreError::Commit("broken".to_owned())));
+    bench.answer(first).unwrap_err();
+    let end = bench.rewrites.recv_timeout(PATIENCE).unwrap();
+    let during = bench.answer(bench.register(1, 1025));
+    assert!(matches!(during, Err(WriteError::ReadOnly(_))), "{during:?}");
+    end.send(()).unwrap();
+    let until = Instant::now() + PATIENCE;
+    while bench.registrations.trouble().is_some() {
+        assert!(Instant::now() < until, "changes are not taken again");
+        std::thread::yield_now();
+    }
+    let later = bench.register(2, 1026);
+    bench.begun()(Ok(()));
+    bench.answer(later).unwrap();
+    assert_eq!(bench.ranks(), 1);
 }
 
 /// What is so already in a draft is answered when that is durable, not before.
